@@ -111,12 +111,18 @@ _own: StatusFile | None = None
 
 
 def begin(save: str, name: str, ranks: int = 0, stacks: str = NO_SIGNAL) -> None:
-    """From now on this process has a status file. Idempotent. The arguments: see `StatusFile`."""
+    """From now on this process has a status file; if it cannot be written, a line says so, and the job runs without.
+    Idempotent. The arguments: see `StatusFile`."""
     global _own
-    if _own is None:
+    if _own is not None:
+        return
+    try:
         _own = StatusFile(folder_of(save), name, ranks, stacks)
-        atexit.register(_own.end, IN_ORDER)
-        on_failure(_own.end)
+    except OSError as error:
+        print(f"[rl] warning: {name} writes no status for `doctor --job`: {error}", flush=True)
+        return
+    atexit.register(_own.end, IN_ORDER)
+    on_failure(_own.end)
 
 
 def folder_of(save: str) -> Path:

@@ -148,7 +148,7 @@ def host(seen: Seen) -> str:
 def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
     found = [what for what, _ in suspects(seen)]
     absent = sorted({*range(max(s.ranks for s in seen))} - {_rank(s) for s in seen})
-    found += [f"rank {rank}, which has not written a status" for rank in absent]
+    found += [f"rank {rank}, which has not written a status here" for rank in absent]
     if not found:
         yield "no process is late, as far as the status files show"
     yield from (f"{'also late' if n else 'late first'}: {what}" for n, what in enumerate(found[:4]))

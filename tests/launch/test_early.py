@@ -1,5 +1,6 @@
 """The first second of a rank: what is said and refused before torch, and what is left to Megatron's parser."""
 
+import argparse
 import gc
 import json
 import subprocess
@@ -173,3 +174,19 @@ def test_a_misspelt_flag_is_answered_in_few_lines_by_torchrun():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode and "did you mean --rl-reward?" in done.stderr
     assert len((done.stdout + done.stderr).splitlines()) <= 80
+
+
+def test_a_misspelt_flag_of_the_script_is_in_our_lines_and_in_torchruns_summary(monkeypatch, capsys, tmp_path):
+    """Its own message has no mark, so whoever reads our lines only would see nothing."""
+    parser = early.refuse_misspelt(argparse.ArgumentParser())
+    parser.add_argument("--micro-batch-size")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    for config in (None, object()):
+        monkeypatch.setattr(early, "given_config", lambda config=config: config)
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--micro-batchsize", "8"])
+        said = capsys.readouterr()
+        assert "unrecognized arguments: --micro-batchsize 8" in said.err
+        assert ("[rl] the script's arguments are refused: " in said.out) == (config is not None)
+    assert "--micro-batchsize 8; did you mean --micro-batch-size?" in said.out
+    assert "did you mean --micro-batch-size?" in (tmp_path / "error.json").read_text()

@@ -86,7 +86,7 @@ def test_the_rank_that_works_while_the_others_wait(job):
 
 def test_a_rank_that_never_wrote(job):
     job.add("rank 0", COLLECTIVE)
-    assert job.first == "late first: rank 1, which has not written a status"
+    assert job.first == "late first: rank 1, which has not written a status here"
 
 
 def test_clocks_of_machines_may_differ_by_an_hour(job):
@@ -174,3 +174,10 @@ def test_a_folder_without_a_job(tmp_path, made, capsys):
         status_file.folder_of(str(tmp_path)).mkdir(parents=True)
     assert main(["--job", str(tmp_path)]) == 1
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_where_no_status_can_be_written_a_line_says_so_and_the_process_goes_on(tmp_path):
+    (tmp_path / "rl").write_text("a file in the place of the folder")
+    child = run_in_child(str(tmp_path), "print('goes on')")
+    said = child.communicate()[0]
+    assert child.returncode == 0 and said.startswith("[rl] warning: rank 0 writes no status") and "goes on" in said
