@@ -293,8 +293,8 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
 
 def _dumps(args: Any, config: RLConfig) -> None:
     if config.monitor.dump_dir and args.save:
-        run_dir = config.monitor.run_dir or os.path.join(args.save, "rl")
-        check_dumps(config.monitor.dump_dir, run_dir, resumed=files.read_tracker(args.save) is not None)
+        resumed = files.read_tracker(args.save) is not None
+        check_dumps(config.monitor.dump_dir, config.monitor.directory(args.save), resumed=resumed)
 
 
 CHECKS: tuple[Check, ...] = (

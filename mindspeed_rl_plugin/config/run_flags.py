@@ -269,3 +269,7 @@ class MonitorConfig:
         pairs=True,
     )
     progress: bool = flag(True, "progress bar during generation, if stdout is a terminal", pairs=True)
+
+    def directory(self, save: str | None) -> str:
+        """The run's directory. save: --save."""
+        return self.run_dir or f"{save}/rl"

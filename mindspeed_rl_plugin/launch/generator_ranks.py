@@ -73,7 +73,7 @@ def _generate(split: RankSplit, engine: int, flags: MonitorConfig) -> None:
         save = early.given_save()
         if save:
             status_file.begin(save, who, stacks=flags.stack_signal)
-        trace = Trace.of(flags.trace, flags.trace_ranks, rank, flags.run_dir or f"{save}/rl")
+        trace = Trace.of(flags.trace, flags.trace_ranks, rank, flags.directory(save))
         with linked(address, secret, rank, heartbeat_of(split.deadline)):
             join_group(engine, split.deadline)
             name = f"{GENERATOR} {ranks_text(first, split.engine)}"

@@ -53,7 +53,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         max_tokens=config.forward.max_tokens_per_microbatch,
         packed=config.forward.pack_sequences,
     )
-    run = os.path.abspath(config.monitor.run_dir or os.path.join(args.save, "rl"))
+    run = os.path.abspath(config.monitor.directory(args.save))
     responses = ONE_TURN if algorithm.from_pairs else response_kind(config, path, tokenizer, run)
     stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, responses.tools)
     data = stream(config.data.prompt_data, args.seed if config.data.data_seed is None else config.data.data_seed)

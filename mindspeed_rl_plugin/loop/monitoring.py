@@ -23,7 +23,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
     config, device, first = inputs.config.monitor, get_device(), inputs.data.at(0)
-    run_dir = config.run_dir or str(Path(inputs.args.save) / "rl")
+    run_dir = config.directory(inputs.args.save)
     return Monitor(
         run_dir,
         topology.rank,

@@ -70,6 +70,6 @@ class Trace:
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self._who}-{span}.json.gz"
+        path = self._folder / f"{self._who}-{span}.json"
         profiler.export_chrome_trace(str(path))
         say(f"trace written: {path} (https://ui.perfetto.dev opens it)")

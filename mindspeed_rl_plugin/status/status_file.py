@@ -16,15 +16,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.environment import last_line, on_failure
-from mindspeed_rl_plugin.processes import began, machine
+from mindspeed_rl_plugin.processes import began, in_background, machine
 
 STATUS_FOLDER = "status"  # in SAVE/rl
 WRITE_SECONDS = 2.0  # between two writes
-FILE_BYTES = 8192  # of one file: a write of one block is never seen half
+FILE_BYTES = 8192  # of one file
+LAST_SECONDS = 3.0  # for the last write of a process that fails: a file system that hangs must not keep it
 IN_ORDER = "in order"
 NO_SIGNAL = "none"
 LATE_SECONDS = 5.0  # of one call or wait; a shorter one is no sign of a hang
@@ -89,13 +92,18 @@ class StatusFile:
             self._over.set()
             self.write(how)
 
+    def fail(self, why: str) -> None:
+        """The same for a process that fails. Waits at most LAST_SECONDS."""
+        with contextlib.suppress(FutureTimeout):
+            in_background("status", partial(self.end, why)).result(LAST_SECONDS)
+
     def write(self, ended: str = "") -> None:
         """Write the status. Only the innermost entries, and no facts, are written if all is too long for the file."""
         threads = [(name, [e._asdict() for e in list(entries)]) for (name, _), entries in list(_threads.items())]
         facts: dict[str, list[Any]] = {}
         for name, fact in list(_facts.items()):
             facts.setdefault(name.split()[0], []).extend(fact())
-        status = {**self._about, "now": time.time(), "ended": ended[:500], "said": last_line()[:500]}
+        status = {**self._about, "now": time.time(), "ended": ended[:500], "said": last_line()[-500:]}
         full = status | {"threads": threads, "facts": facts}
         short = status | {"threads": [(name, entries[-1:]) for name, entries in threads[:20]], "facts": {}}
         data = next((d for d in (json.dumps(s).encode() for s in (full, short)) if len(d) <= FILE_BYTES), b"{}")
@@ -122,7 +130,7 @@ def begin(save: str, name: str, ranks: int = 0, stacks: str = NO_SIGNAL) -> None
         print(f"[rl] warning: {name} writes no status for `doctor --job`: {error}", flush=True)
         return
     atexit.register(_own.end, IN_ORDER)
-    on_failure(_own.end)
+    on_failure(_own.fail)
 
 
 def folder_of(save: str) -> Path:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl_plugin.processes import machine, state_of
+from mindspeed_rl_plugin.processes import in_background, machine, state_of
 from mindspeed_rl_plugin.status.status_file import FILE_BYTES, IN_ORDER, LATE_SECONDS, WRITE_SECONDS, own_folder
 
 UNWRITTEN_SECONDS = 5 * WRITE_SECONDS  # without a write; then a process counts as stopped or dead
 STORY_FILE = "story.txt"
 STORY_LINES = 16  # most lines about processes
+STORY_SECONDS = 5.0  # for the story in a message: a file system that hangs must not keep the process
+READ_ATTEMPTS = 5  # attempts to read a file that is being written
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,8 @@ def read(folder: Path) -> list[Seen]:
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; give the --save of a job that has started")
     now, here, found = _now(folder), machine(), []
-    for path in folder.iterdir():
-        raw = path.read_bytes() if not path.suffix else b""
-        if len(raw) != FILE_BYTES or not (status := json.loads(raw)):
+    for path in (path for path in folder.iterdir() if not path.suffix):
+        if not (status := _status(path)):
             continue
         silent = max(now - path.stat().st_mtime, 0.0)
         now_there = status["now"] + silent  # by the clock of its machine
@@ -86,6 +89,16 @@ def read(folder: Path) -> list[Seen]:
     if not found:
         raise ValueError(f"{folder} has no status of a process; the job has not come so far")
     return sorted(found, key=lambda seen: [int(p) if p.isdigit() else p for p in seen.name.split()])
+
+
+def _status(path: Path) -> dict[str, Any]:
+    """The contents of a status file; empty if there are none yet."""
+    for _ in range(READ_ATTEMPTS):
+        raw = path.read_bytes()
+        with contextlib.suppress(ValueError):
+            return json.loads(raw) if len(raw) == FILE_BYTES else {}
+        time.sleep(0.05)
+    return {}
 
 
 def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
@@ -130,14 +143,18 @@ def at_deadline() -> str:
     if (folder := own_folder()) is None:
         return ""
     path = folder / STORY_FILE
-    try:
+
+    def told() -> str:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text := tell(folder))
             return text
+
+    try:
+        return in_background("story", told).result(STORY_SECONDS)
     except FileExistsError:
         return f"where each process was: {path}"
-    except (OSError, ValueError) as error:
-        return f"where each process was is not known: {error}"
+    except (OSError, ValueError, FutureTimeout) as error:
+        return f"where each process was is not known: {str(error) or f'{folder} was not read in {STORY_SECONDS:g} s'}"
 
 
 def host(seen: Seen) -> str:
@@ -164,7 +181,8 @@ def _lines(seen: Sequence[Seen]) -> Iterator[str]:
     for group in groups[:STORY_LINES]:
         first, last = group[0], group[-1]
         names = first.name if first is last else f"{first.name} to {last.name}"
-        yield f"  {names} ({host(first)}): {first.how() if first.lost else first.where()}"
+        said = f"; its last line: {first.said.splitlines()[-1]}" if first.said and first is last else ""
+        yield f"  {names} ({host(first)}): {first.how() if first.lost else first.where()}{said}"
     if len(groups) > STORY_LINES:
         yield f"  and {len(groups) - STORY_LINES} more lines"
 

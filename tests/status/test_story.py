@@ -181,3 +181,25 @@ def test_where_no_status_can_be_written_a_line_says_so_and_the_process_goes_on(t
     child = run_in_child(str(tmp_path), "print('goes on')")
     said = child.communicate()[0]
     assert child.returncode == 0 and said.startswith("[rl] warning: rank 0 writes no status") and "goes on" in said
+
+
+def test_a_file_system_that_hangs_keeps_no_process_from_its_end(job, monkeypatch):
+    """Neither the story of a message, nor the last write."""
+    monkeypatch.setattr(story, "own_folder", lambda: job.folder)
+    monkeypatch.setattr(story, "tell", lambda folder: time.sleep(30))
+    monkeypatch.setattr(story, "STORY_SECONDS", 0.1)
+    began = time.monotonic()
+    assert "was not read in 0.1 s" in story.at_deadline()
+    own = status_file.StatusFile(job.folder, "rank 0", 1, "none")
+    monkeypatch.setattr(status_file, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(own, "write", lambda how: time.sleep(30))
+    own.fail("why it stops")
+    assert time.monotonic() - began < 10
+
+
+def test_a_file_that_is_being_written_is_read_again(job, monkeypatch):
+    job.add("rank 0", COLLECTIVE).add("rank 1", COLLECTIVE)
+    whole = (job.folder / "rank-1").read_bytes()
+    (job.folder / "rank-1").write_bytes(b"}" + whole[1:])
+    monkeypatch.setattr(story.time, "sleep", lambda seconds: (job.folder / "rank-1").write_bytes(whole))
+    assert [seen.name for seen in story.read(job.folder)] == ["rank 0", "rank 1"]

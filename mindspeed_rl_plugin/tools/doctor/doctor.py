@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         print(story(args.job, args.stacks))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
     return 0
