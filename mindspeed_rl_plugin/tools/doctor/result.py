@@ -1,0 +1,71 @@
+"""What the checks of `doctor` find: results, which of them explain others, and the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mindspeed_rl_plugin.tools.text_table import aligned
+
+PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
+# Texts that belong to the user: addresses, folders, and names of machines in errors of sockets.
+_PRIVATE = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<![\w.])~?(?:/[\w.@+-]+){2,}/?|\[[0-9a-f:]+:[0-9a-f:]*\]")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one check."""
+
+    part: str  # "machine" | "memory" | "links" | "engine" | "trainer"
+    check: str  # what was checked; the name is unique within its part, but for ranks and models
+    verdict: str  # PASS | FAIL | NOT_RUN
+    figure: str = ""  # what was measured, with its unit; the reason why a check was not run
+    limit: str = ""  # which figures pass
+    fix: str = ""  # what to do if it fails
+    where: str = ""  # the model, rank, link or machine, if there are several
+    follows: str = ""  # the failed check that explains this failure
+
+
+def result(part: str, check: str, good: bool, figure: str, limit: str, fix: str, where: str = "") -> Result:
+    """The result of a check that ran. good: whether it passed."""
+    return Result(part, check, PASS if good else FAIL, figure, limit, fix, where)
+
+
+def explained(results: Sequence[Result], causes: Mapping[str, Sequence[str]]) -> list[Result]:
+    """The results; failures that follow from another one name it. causes: check -> checks whose failure explains a
+    failure of it, the most likely first. A cause that names a model explains only results of this model."""
+    failed = [r for r in results if r.verdict == FAIL]
+
+    def cause(one: Result) -> str:
+        for name in causes.get(one.check, ()):
+            for other in failed:
+                if other.check == name and other is not one and other.where in ("", one.where):
+                    return f"{other.part}: {name}"
+        return ""
+
+    return [replace(r, follows=cause(r)) if r.verdict == FAIL else r for r in results]
+
+
+def guilty(results: Iterable[Result]) -> list[Result]:
+    """The failures that follow from no other one."""
+    return [r for r in results if r.verdict == FAIL and not r.follows]
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as a table of text; below it, for each failure, what to do."""
+    rows = [(r.part, _named(r), r.verdict, r.figure, r.limit) for r in results]
+    lines = aligned([("part", "check", "result", "figure", "limit"), *rows], 5)
+    for r in results:
+        if r.verdict == FAIL:
+            lines.append(f"\n{r.part}: {_named(r)}: {f'follows from {r.follows}' if r.follows else r.fix}")
+    return "\n".join(lines)
+
+
+def without_private(text: str) -> str:
+    """A text for a bug report, without addresses and folders."""
+    return _PRIVATE.sub("...", text)
+
+
+def _named(r: Result) -> str:
+    return f"{r.check} ({r.where})" if r.where else r.check
