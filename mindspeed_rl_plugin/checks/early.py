@@ -149,7 +149,7 @@ def refuse_misspelt(
 
 def _perhaps_not_ours(script: str) -> Callable[[str, Sequence[str]], bool]:
     """A function (unknown flag, known flags) -> whether the flag may be one of Megatron, the script or a module in the
-    script's folder. A flag that resembles no known flag always may. Megatron's parser decides later."""
+    script's folder. True for a flag that resembles no known flag. Megatron's parser decides later."""
     megatrons = {spelt(flag.name) for flag in OWN_RL}
 
     def perhaps(flag: str, known: Sequence[str]) -> bool:

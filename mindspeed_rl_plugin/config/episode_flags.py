@@ -49,7 +49,10 @@ class EpisodeConfig:
         2, "processes in which an engine runs its tools and environments", unit="processes", least=1
     )
     environment_timeout: float = _of_episodes(
-        30.0, "time limit of a tool's or environment's call; then its process is killed", unit="seconds", above=0
+        30.0,
+        "time limit of a tool's or environment's call; then it is cancelled, or its process killed",
+        unit="seconds",
+        above=0,
     )
     environment_on_error: str = _of_episodes(
         "stop",

@@ -37,7 +37,7 @@ REFUSED = bytes(NONCE)  # sent by a server instead of its proof: the client does
 CONNECT_SECONDS = 20.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, number of probes
 REPLY_TIMEOUT = 120.0  # seconds for an answer in addition to the request's deadline; enough for a busy machine
-ALIVE_SECONDS = 10.0  # without an answer, after which `ask` checks whether the other side lives
+ALIVE_SECONDS = 10.0  # seconds of silence, then `ask` checks whether the other side lives
 
 
 class Process(NamedTuple):

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.rows import GenerateRequest
 NO_TOKENIZER_NEEDED = (0, 10)
 PROCESSED = "processed_logprobs"
 # With CPU binding vllm-ascend would bind all threads of the trainer to a few cores, and might stop the machine's
-# irqbalance. From 0.23 on the other settings replace the variables of `engine_env.REQUIRED_NPU`.
+# irqbalance. From 0.23 on, other settings replace the variables of `engine_env.REQUIRED_NPU`.
 ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
 # Most tokens of one step on an accelerator: vLLM reserves memory for their activations, and splits longer prompts.
 STEP_TOKENS = 8192
@@ -27,7 +27,7 @@ class VllmOptions:
     config: Mapping[str, Any]  # config.json of the model (`hf_config.derive_config`)
     max_model_len: int  # most tokens of prompt and response together
     tensor_parallel: int = 1  # ranks of one engine
-    # ranks over which complete experts are spread (of several engines if they share experts); 1: each expert is split
+    # ranks (maybe of several engines) that divide the experts, each one complete; 1: each expert is split
     expert_parallel: int = 1
     dtype: str = "float32"  # "float32" | "bfloat16" | "float16"
     max_running: int = 256  # most sequences decoded in one step
@@ -36,6 +36,7 @@ class VllmOptions:
     memory_utilization: float | None = None
     eos_token_ids: tuple[int, ...] = ()  # a response ends at one of these, except with `Sampling.ignore_eos`
     tokenizer: str | None = None  # directory, see `needs_tokenizer`
+    weights: str | None = None  # directory of safetensors that vLLM loads; None: random weights
     trust_remote_code: bool = False  # whether code that comes with the tokenizer may run
     sleep_mode: bool = True  # whether `sleep` frees memory
     graph_sizes: tuple[int, ...] = ()  # batch sizes of an accelerator's graphs; empty: vLLM's default sizes
@@ -67,7 +68,7 @@ def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[st
         "tokenizer": options.tokenizer,
         "skip_tokenizer_init": options.tokenizer is None,
         "trust_remote_code": options.trust_remote_code,
-        "load_format": "dummy",
+        "load_format": "safetensors" if options.weights else "dummy",
         "dtype": options.dtype,
         "seed": 0,
         "max_model_len": options.max_model_len,

@@ -32,7 +32,7 @@ class ResponseKind:
     columns: tuple[ColumnSpec, ...] = ()  # columns that only rows of this kind have
     measured: tuple[str, ...] = ()  # names of columns that `meter` reads
     dumped: tuple[str, ...] = ()  # names of further columns in dumps
-    # columns from which the length that --rl-max-response-length limits is computed; empty: `response_length`
+    # columns that give the length for --rl-max-response-length; empty: `response_length`
     limited: tuple[str, ...] = ()
     graded: tuple[str, ...] = ()  # further fields of a `GradeItem` that graders get
     ends: tuple[str, ...] = ("stop", "length")  # the values of `FINISH` that a response may have

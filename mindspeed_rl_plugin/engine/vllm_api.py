@@ -207,14 +207,12 @@ def parameters(worker: Any) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def refresh_derived(worker: Any) -> int:
+def refresh_derived(worker: Any) -> None:
     """Compute the derived tensors (`DERIVED`) again. This is done in place, since captured graphs and the sleep mode
-    use their addresses. Returns the number of layers with such tensors. Prefill uses the weight itself, and decoding
-    the derived tensors."""
-    holders = _latent(worker)
-    for holder in holders:
-        _refresh_latent(holder)
-    return len(holders)
+    use their addresses. Prefill uses the weight itself, and decoding the derived tensors."""
+    for tensor, new in latent_parts(worker):
+        if tensor.data_ptr() != new.data_ptr():
+            tensor.copy_(new)
 
 
 def derived(worker: Any) -> list[torch.Tensor]:
@@ -242,14 +240,16 @@ def weights_pool(kind: str) -> list[range]:
     return [range(address, address + data.handle[1]) for address, data in pieces if data.tag == "weights"]
 
 
-def _refresh_latent(holder: Any) -> None:
-    """W_UK_T `[heads, nope, lora]` and W_UV `[heads, lora, value]` from kv_b_proj `[heads x (nope + value), lora]`."""
-    weight = holder.kv_b_proj.weight
-    per_head = weight.view(holder.num_heads, -1, weight.shape[1])
-    keys, values = per_head.split([holder.qk_nope_head_dim, holder.v_head_dim], dim=1)
-    for tensor, new in ((holder.W_UK_T, keys), (holder.W_UV, values.transpose(1, 2))):
-        if tensor.data_ptr() != new.data_ptr():
-            tensor.copy_(new)
+def latent_parts(worker: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each derived tensor, and its values by the weights: W_UK_T `[heads, nope, lora]` and W_UV `[heads, lora, value]`
+    from kv_b_proj `[heads x (nope + value), lora]`."""
+    out = []
+    for holder in _latent(worker):
+        weight = holder.kv_b_proj.weight
+        per_head = weight.view(holder.num_heads, -1, weight.shape[1])
+        keys, values = per_head.split([holder.qk_nope_head_dim, holder.v_head_dim], dim=1)
+        out += [(holder.W_UK_T, keys), (holder.W_UV, values.transpose(1, 2))]
+    return out
 
 
 def tp_group() -> Any:

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -104,6 +105,8 @@ class VllmEngine:
         # vLLM reads the directory only while the engine is built.
         with scratch("mindspeed-rl-engine") as directory, self._process.lent():
             write_config(for_engine(options.config), directory)
+            for file in Path(options.weights).glob("*.safetensors") if options.weights else ():
+                (Path(directory) / file.name).symlink_to(file.resolve())
             if not self._device.is_cpu:
                 demand_compile()
             arguments = engine_arguments(options, self._device.kind, directory)

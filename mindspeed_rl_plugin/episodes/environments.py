@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from mindspeed_rl_plugin.rows import SampleId
 
 ChatMessage = Mapping[str, Any]
-"""A chat message: `role`, `content`, and in the role "tool" `name`, the name of the tool."""
+"""A chat message: `role`, `content`; if the role is "tool", also `name`, the tool's name."""
 
 CheckFields = Callable[[Mapping[str, Set[str]]], None]
 

@@ -45,8 +45,8 @@ class Description:
             raise ValueError(f"{error}; give --tokenizer a copy of the job's tokenizer") from error
         if mine != self.vocabulary:
             raise ValueError(
-                f"the tokenizer in {path} has other tokens (digest {mine}) than the job's (digest {self.vocabulary}), "
-                "which --rl-stop and tools need; give --tokenizer a copy of the job's tokenizer"
+                f"the tokenizer in {path} has other tokens (digest {mine}) than the job's (digest {self.vocabulary}); "
+                "--rl-stop and tools need the same: give --tokenizer a copy of the job's tokenizer"
             )
 
     def to_json(self) -> str:

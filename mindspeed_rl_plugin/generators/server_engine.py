@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.generators.vllm_server import ASK_SECONDS, GENERATE_PAT
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 from mindspeed_rl_plugin.weights.pull import Applied, Pulled
 
-ABORT_AGAIN_SECONDS = 0.2  # between two aborts; the second is for requests that had not arrived at the first
+ABORT_AGAIN_SECONDS = 0.2  # between two aborts; the second is for requests that came after the first
 NO_LOGP = -9999.0  # sent by the server instead of a log-prob that is not finite
 PULL_LOOK_SECONDS = 0.1  # between two questions whether a pull has ended
 STAY_SECONDS = 5.0  # between two signs of life; after `server_worker.HELD_SECONDS` without one the server is free
@@ -135,7 +135,7 @@ def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) 
     tokens, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
     who = f"response {tuple(request.id)} of the server"
     if [entry["token_id"] for entry in entries] != tokens:
-        raise RuntimeError(f"{who} has log-probs of {len(entries)} tokens that are not its {len(tokens)} tokens")
+        raise RuntimeError(f"{who} has {len(tokens)} tokens, but log-probs of {len(entries)} different ones")
     logps = [entry["logprob"] for entry in entries]
     if any(logp <= NO_LOGP for logp in logps):
         raise RuntimeError(f"{who} has a log-prob that is not finite; did the server get the job's weights?")

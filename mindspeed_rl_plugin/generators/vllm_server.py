@@ -98,7 +98,7 @@ class VllmServer:
             )
         if GENERATE_PATH not in routes:
             raise ValueError(f"the server at {self.url} has no {GENERATE_PATH}: start it with --enable-scale-out")
-        # Asked before any call of a worker: after a call of a missing method, later calls get that call's answers.
+        # Ask this before calling workers: if a called method is missing, later calls get that call's answers.
         info = self.ask("/server_info?config_format=json", method="GET", seconds=ASK_SECONDS)
         if (extension := info["vllm_config"]["parallel_config"]["worker_extension_cls"]) != EXTENSION:
             has = f"the extension {extension}" if extension else "no extension"

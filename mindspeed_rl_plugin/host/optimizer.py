@@ -69,7 +69,7 @@ class HostAdam(torch.optim.Optimizer):
         update(
             *map(list, zip(*pieces, strict=True)),
             [],
-            # One counter per tensor; torch adds 1 to it before the update.
+            # One counter per piece; torch adds 1 to it before the update.
             [torch.tensor(float(group["step"] - 1)) for _ in pieces],
             foreach=False,
             fused=False,

@@ -152,7 +152,7 @@ def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
     """Run Megatron's function for the decided start. At a resume, the reference's weights are loaded before the
     actor's."""
     at = _launch
-    if at is None:  # a load before training is set up
+    if at is None:  # training is not set up yet
         return original(*positional, **named)
     names = ("ddp_model", "optimizer", "opt_param_scheduler")
     model, optimizer, scheduler = (*positional, *(named[name] for name in names[len(positional) :]))[:3]
@@ -183,14 +183,14 @@ def build_train_valid_test_data_iterators(args: Any, original: Callable, positio
 
 
 def train_step(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
-    """Run a rollout if one is due, then Megatron's own step on rows of the dock, which stores them."""
+    """Run a rollout if one is due, then Megatron's own step on rows that are in the dock."""
     # With do_train MindSpeed-LLM's group_limited_greedy logs a balance loss, which a pass without gradients lacks.
     with stopping(args), overridden(args, {"do_train": False}):
         return run.current().train_step(original, positional, named)
 
 
 def _save_state(args: Any, iteration: int, save: Callable) -> dict[str, Any]:
-    """Write the RL state of `iteration` under --save on rank 0, and the critic by `save`, Megatron's function.
+    """On rank 0 write the RL state of `iteration` under --save; on all ranks write the critic with `save`.
 
     Returns arguments that must be set while Megatron saves the policy.
     """
@@ -248,7 +248,7 @@ def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict
 
 
 def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
-    """As `not_saved`: omits the policy's optimizer, which is not saved while only the critic has been trained."""
+    """As `not_saved`, but for the policy's optimizer, not saved while only the critic has been trained."""
     return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
 
 

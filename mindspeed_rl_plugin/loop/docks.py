@@ -80,7 +80,7 @@ def limits(config: RLConfig) -> DockLimits:
 
 class DockSize:
     """Refuses a dock that is too small, before a stage would wait for space in it. rounds: most rounds of dynamic
-    sampling, 0 without it; ahead: number of rollouts that are sampled ahead, number of groups of an evaluation."""
+    sampling, 0 without it; ahead: (number of rollouts sampled ahead, number of groups of an evaluation)."""
 
     def __init__(
         self,
@@ -101,12 +101,12 @@ class DockSize:
         self._check_round(-(-self.sizes.prompts // machines))
 
     def check_placed(self, owners: np.ndarray) -> None:
-        """Check when the machines are known, before the engine is built. owners: machine of each group of a round."""
+        """Once the machines are known, check before the engine is built. owners: machine of each group of a round."""
         self._check_round(int(np.bincount(owners).max()))
 
     def check_resumed(self, used: np.ndarray, deferred: np.ndarray, owners: np.ndarray) -> None:
-        """Check that each machine can hold its groups of the checkpoint, and its deferred groups together with those of
-        a round. used, deferred, owners: machine of each group in use, each deferred group, each group of a round."""
+        """Check that each machine can hold its groups of the checkpoint, and one the most deferred groups and the most
+        groups of a round. used, deferred, owners: machine of each group in use, each deferred group, each group of a round."""
         machines = 1 + max((int(part.max()) for part in (used, deferred, owners) if len(part)), default=0)
         used, deferred, round_ = (np.bincount(part, minlength=machines) for part in (used, deferred, owners))
         self._fits(groups=int(max((used + deferred).max(), deferred.max() + round_.max())))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNUSED = 128  # a model may have so many ids without a token, the usual padding
+UNUSED = 128  # ids without a token that every model may have (usual padding); a tenth of its ids if that is more
 TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
@@ -19,7 +19,7 @@ def own_code(folder: str | Path, kind: str = "AutoTokenizer") -> str:
     """A message if a directory has its own code for one of transformers' Auto classes; else empty."""
     for name in ("tokenizer_config.json", "config.json"):
         named = read_if_there(Path(folder) / name).get("auto_map") or {}
-        named = named.get(kind) if isinstance(named, dict) else named  # an old format: a list, of a tokenizer
+        named = named.get(kind) if isinstance(named, dict) else named  # old format for tokenizers: a list
         if found := [word for word in ([named] if isinstance(named, str) else named or ()) if word]:
             return f"it has code of its own ({found[-1]}), which is not run: read it, then give --rl-trust-remote-code"
     return ""

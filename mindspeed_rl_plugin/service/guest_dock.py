@@ -99,8 +99,8 @@ class GuestDock(Dock):
         return self.calls.ended
 
     def has_left(self) -> bool:
-        """Ask whether the job has left the dock. After a connection broke, the job may be about to leave: this waits up
-        to LEAVE_SECONDS until it has left."""
+        """Ask whether the job has left the dock. After a connection broke, the job may be about to leave: this waits
+        LEAVE_SECONDS for that, and twice as long if the job is silent."""
         with contextlib.suppress(ConnectionError, TimeoutError):
             if not self.ended:
                 self.news(sys.maxsize, LEAVE_SECONDS, patience=LEAVE_SECONDS)

@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.storages import unwrap
 
 LISTED_DIFFERENCES = 12  # differences that an error lists
-# Names, after the layer's number, of Megatron's buffers that belong to the weights.
+# Ends (after the layer's number) of names of Megatron's buffers that are weights.
 _ROUTER_BUFFERS = tuple(
     {
         name.rpartition("}")[2]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from mindspeed_rl_plugin.tools.text_table import aligned
 
@@ -69,3 +71,26 @@ def without_private(text: str) -> str:
 
 def _named(r: Result) -> str:
     return f"{r.check} ({r.where})" if r.where else r.check
+
+
+class Report:
+    """A file to which a process writes its results, a JSON line each, so that they survive its end."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def add(self, results: Iterable[Result | str]) -> None:
+        """Write results, and the names of checks that begin, as they come."""
+        with self.path.open("a", encoding="utf-8") as file:
+            for one in results:
+                file.write(json.dumps({"begins": one} if isinstance(one, str) else asdict(one)) + "\n")
+                file.flush()
+
+    def read(self) -> tuple[list[Result], str]:
+        """The results, and the check that has begun and not ended, "" if there is none."""
+        results, open_check = [], ""
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+            row = json.loads(line)
+            open_check = row.get("begins", "")
+            results += [] if open_check else [Result(**row)]
+        return results, open_check
