@@ -1,243 +1,257 @@
 """The checks of the engine alone: one process builds an engine for each small model, and compares what it answers with
 transformers.
 
-    torchrun --standalone --nproc-per-node 1 -m mindspeed_rl_plugin.tools.doctor.engine_checks REPORT DTYPE
+    torchrun --standalone --nproc-per-node 1 -m mindspeed_rl_plugin.tools.doctor.engine_checks REPORT DTYPE [MODEL ...]
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.host import activate_if_needed
 from mindspeed_rl_plugin.layout.layout import EngineParallel, engine_layout
+from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
-from mindspeed_rl_plugin.tools.doctor.result import NOT_RUN, Report, Result, result
-from mindspeed_rl_plugin.tools.doctor.small_models import (
-    CONTEXT,
-    MODELS,
-    Judge,
-    config_of,
-    random_weights,
-    shape_of_model,
-    write_model,
-)
+from mindspeed_rl_plugin.tools.doctor import small_models
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Report, Result
 from mindspeed_rl_plugin.weights.live import engine_storage
 
-PART = "engine"
-# Largest difference of a log-prob from transformers' [nats], by dtype.
-LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
-BUILT = "answers of an engine that loads the weights"
-SAMPLED = "log-probs of sampled tokens"
-FREED = "memory that sleep frees"
-WOKEN = "tensors after waking"
-WRITTEN = "weights that were written"
-LATENT = "tensors derived from weights"
-AGAIN = "answers after sleep, waking and writing"
-NEW = "answers of new weights"
-PREFIX = "cached prefixes after new weights"
-BETWEEN = "weights that change between two steps"
-# check -> checks whose failure explains its failure
-CAUSES = {
-    SAMPLED: (BUILT,),
-    WRITTEN: (WOKEN,),
-    AGAIN: (BUILT, WOKEN, WRITTEN, LATENT),
-    NEW: (BUILT, WOKEN, WRITTEN, LATENT),
-    PREFIX: (BUILT, WOKEN, WRITTEN, LATENT, NEW),
-    BETWEEN: (BUILT, WOKEN, WRITTEN, LATENT, NEW),
-}
-_TOKENS, _LONG, _DEADLINE = 12, 160, 120.0
+# Largest mean difference of log-probs [nats] by rounding, which may also give a token other experts.
+LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
+_check, _REPORT = partial(Check, "engine"), "report this with the file of --out"
+_NATS, _VERSIONS = "at most {nats:g} nats (mean)", "install versions that README names"
+BUILD = _check("build", "", f"the message says what vLLM lacks; {_VERSIONS}")
+GRAPHS = _check("captured graphs", "at least 1", "look for warnings about graphs in vLLM's log; decoding is slow now")
+LOADED = _check(
+    "answers of an engine that loads the weights",
+    f"transformers', {_NATS}",
+    f"vLLM computes another model than transformers: {_VERSIONS}",
+)
+SAMPLED = _check(
+    "log-probs of sampled tokens",
+    f"of temperature and top-p, {_NATS}",
+    "the sampler reports log-probs of another distribution than that from which it samples: install a vLLM "
+    "(vllm-ascend) whose sampler has logprobs_mode",
+    (LOADED,),
+)
+FREED = _check(
+    "memory that sleep frees",
+    "at least {mib:.0f} MiB",
+    "the sleep mode does not free memory: turn expandable segments off",
+)
+WOKEN = _check(
+    "tensors after waking",
+    "shapes and strides of before",
+    f"waking replaces the model's tensors: {_VERSIONS}",
+)
+WRITTEN = _check("weights that were written", "each piece reads as it was written", _REPORT, (WOKEN,))
+LATENT = _check(
+    "tensors derived from weights", "none is stale", f"decoding uses older weights: {_VERSIONS}", (WRITTEN,)
+)
+_STATE = (LOADED, WOKEN, WRITTEN, LATENT)
+AGAIN = _check(
+    "answers after sleep and waking",
+    "tokens and log-probs of before",
+    "state of the engine is lost in its sleep: train with --rl-schedule async, whose engines do not sleep",
+    _STATE,
+)
+NEW = _check(
+    "answers of new weights",
+    f"transformers', {_NATS}",
+    "the engine still computes with something of the older weights: " + _REPORT,
+    _STATE,
+)
+PREFIX = _check(
+    "cached prefixes after new weights",
+    f"transformers', {_NATS}",
+    f"prefixes that older weights computed are used: {_VERSIONS}",
+    (*_STATE, NEW),
+)
+BETWEEN = _check(
+    "weights that change between two steps",
+    "two parts, each transformers', {nats:g} nats (mean)",
+    "use --rl-schedule sync",
+    (*_STATE, NEW),
+)
+CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, FREED, WOKEN, WRITTEN, LATENT, AGAIN, NEW, PREFIX, BETWEEN)
+
+_TOKENS, _LONG, _DEADLINE, _CACHE = 12, 160, 120.0, 64 << 20
 _PROMPTS = [tuple(range(5, 5 + n)) for n in (7, 33, _LONG)]
-_OTHER = tuple(range(900, 900 + _LONG))
+_UNSEEN = tuple(range(900, 900 + _LONG))
 
 
-def check_engine(name: str, dtype: torch.dtype, scratch: Path) -> Iterator[Result | str]:
-    """The results of one model; before a check its name, so that a check that hangs or crashes is known. scratch: an
-    empty folder."""
-    weights = [random_weights(name, seed, dtype) for seed in (0, 1)]
-    for at, one in zip(folders := [scratch / "0", scratch / "1"], weights, strict=True):
-        at.mkdir(parents=True)
-        write_model(name, one, at)
-    judges = [Judge(at) for at in folders]
-    limit, text = LIMITS[dtype], f"at most {LIMITS[dtype]:g} nats from transformers'"
+class EngineBench:
+    """An engine of a small model, with two sets of weights and transformers' models of both. folder: an empty one."""
 
-    def compared(check: str, done: Sequence[Completion], judge: Judge, fix: str, **sampling: float) -> Result:
-        far = max(_difference(judge, c, **sampling) for c in done)
-        return result(PART, check, far <= limit, f"{far:.2g} nats", text, fix, name)
+    def __init__(self, model: str, dtype: str, folder: Path) -> None:
+        self.model, self.nats = model, LIMITS[dtype]
+        self.weights, self.judges = [], []
+        for seed in (0, 1):
+            (at := folder / f"{model}-{seed}").mkdir()
+            self.weights.append(small_models.random_weights(model, seed, getattr(torch, dtype)))
+            small_models.write_model(model, self.weights[seed], at)
+            self.judges.append(small_models.Judge(at))
+        options = VllmOptions(
+            small_models.config_of(model),
+            max_model_len=small_models.CONTEXT,
+            dtype=dtype,
+            max_running=8,
+            kv_cache_bytes=_CACHE,
+            weights=str(folder / f"{model}-0"),
+            deadline=_DEADLINE,
+        )
+        self.engine = VllmEngine(options)
 
-    yield "build"
-    began = time.monotonic()
-    options = {"max_model_len": CONTEXT, "max_running": 8, "kv_cache_bytes": 64 << 20, "deadline": _DEADLINE}
-    engine = VllmEngine(
-        VllmOptions(config_of(name), dtype=str(dtype).removeprefix("torch."), weights=str(folders[0]), **options)
-    )
-    yield result(PART, "build", True, f"{time.monotonic() - began:.0f} s", "", "", name)
-    yield _graphs(engine, name)
-    yield BUILT
-    engine.update_weights(0)
-    first = _ask(engine, _PROMPTS)
-    yield compared(BUILT, first, judges[0], "vLLM computes another model than transformers: install a pair of versions "
-                   "that README names, and compare the attention and expert kernels that vLLM's log names")  # fmt: skip
-    yield SAMPLED
-    sampled = _ask(engine, _PROMPTS, temperature=0.7, top_p=0.9)
-    yield compared(SAMPLED, sampled, judges[0], "the sampler does not report the log-probs of the distribution from "
-                   "which it samples: install a vLLM (vllm-ascend) whose sampler has logprobs_mode", temperature=0.7,
-                   top_p=0.9)  # fmt: skip
-    yield WOKEN
-    before = {n: (p.shape, p.stride()) for n, p in engine.parameters().items()}
-    held = _bytes(engine)
-    engine.sleep()
-    yield _freed(engine, held, name)
-    engine.wake(("weights",))
-    now = {n: (p.shape, p.stride()) for n, p in engine.parameters().items()}
-    yield _first(WOKEN, before, now, "waking replaces tensors of the model: install a vllm-ascend that README names", name)
-    yield WRITTEN
-    yield from _write(engine, name, weights[0])
-    engine.update_weights(0)
-    engine.wake(("kv_cache",))
-    yield AGAIN
-    again = _ask(engine, _PROMPTS)
-    far = max(abs(a - b) for x, y in zip(first, again, strict=True) for a, b in zip(x.logps, y.logps, strict=False))
-    same = far <= limit / 100 and [c.tokens for c in first] == [c.tokens for c in again]
-    fix = "state of the engine is lost in its sleep: report this with --out, and train with --rl-schedule async until then"
-    yield result(PART, AGAIN, same, f"{far:.2g} nats", "the tokens and log-probs of before", fix, name)
-    yield BETWEEN
-    engine.submit(_requests([_PROMPTS[0]], tokens=2 * _TOKENS))
-    for _ in range(4):
-        engine.poll(0)
-    yield from (r for r in _write(engine, name, weights[1]) if r.verdict != "pass")
-    engine.update_weights(1, in_flight=True)
-    (going,) = engine.poll(_DEADLINE)
-    yield LATENT
-    yield _latent(engine, name)
-    yield NEW
-    fresh = _ask(engine, [_OTHER])
-    yield compared(NEW, fresh, judges[1], "the engine computes with something that follows from the weights and that a "
-                   "write does not change: report this with --out", )  # fmt: skip
-    yield PREFIX
-    prefixed = _ask(engine, _PROMPTS)
-    yield compared(PREFIX, prefixed, judges[1], "the engine serves a prefix that older weights computed: install a vLLM "
-                   "that honours cache_salt (0.9 and newer)")  # fmt: skip
-    yield _between(going, judges, limit, name)
-    engine.shutdown()
+    def checks(self) -> Iterator[Result | str]:
+        """The results; before a check its name, so that a check that hangs or crashes is known."""
+        engine = self.engine
+        if get_device().is_cpu:
+            yield GRAPHS.not_run("a CPU has none", self.model)
+        else:
+            yield GRAPHS.result((count := vllm_api.captured_graphs()) > 0, str(count), self.model)
+        yield LOADED.name
+        engine.update_weights(0)
+        first = self.ask(_PROMPTS)
+        yield self.compared(LOADED, first, 0)
+        yield SAMPLED.name
+        sampling = {"temperature": 0.7, "top_p": 0.9}
+        yield self.compared(SAMPLED, self.ask(_PROMPTS, **sampling), 0, **sampling)
+        yield WOKEN.name
+        before, held = self.forms(), self.bytes()
+        engine.sleep()
+        freed, least = held - self.bytes(), 0.9 * _CACHE
+        yield FREED.result(freed >= least, f"{freed / 2**20:.0f} MiB", self.model, mib=least / 2**20)
+        engine.wake(("weights",))
+        now = self.forms()
+        other = [n for n in before if before[n] != now.get(n)]
+        figure = f"{other[0]} has another shape or stride" if other else f"{len(before)} tensors"
+        yield WOKEN.result(not other, figure, self.model)
+        yield WRITTEN.name
+        yield self.write(self.weights[0])
+        engine.update_weights(0)
+        engine.wake(("kv_cache",))
+        yield AGAIN.name
+        again = self.ask(_PROMPTS)
+        pairs = [pair for one, two in zip(first, again, strict=True) for pair in zip(one.logps, two.logps, strict=True)]
+        far = sum(abs(a - b) for a, b in pairs) / len(pairs)
+        same = far <= self.nats / 100 and [c.tokens for c in first] == [c.tokens for c in again]
+        yield AGAIN.result(same, f"{far:.2g} nats", self.model)
+        yield BETWEEN.name
+        engine.submit(_requests(_PROMPTS[:1], tokens=2 * _TOKENS))
+        for _ in range(4):
+            engine.poll(0)
+        if (written := self.write(self.weights[1])).verdict == FAIL:
+            yield written
+        engine.update_weights(1, in_flight=True)
+        (going,) = engine.poll(_DEADLINE)
+        yield LATENT.name
+        yield self.latent()
+        yield NEW.name
+        yield self.compared(NEW, self.ask([_UNSEEN]), 1)
+        yield PREFIX.name
+        yield self.compared(PREFIX, self.ask(_PROMPTS), 1)
+        yield self.between(going)
+        engine.shutdown()
+
+    def ask(self, prompts: Sequence[tuple[int, ...]], **sampling: float) -> list[Completion]:
+        """Responses of _TOKENS tokens each."""
+        return generate(self.engine, _requests(prompts, **sampling), deadline=_DEADLINE)
+
+    def compared(self, check: Check, done: Sequence[Completion], judge: int, **sampling: float) -> Result:
+        """Largest mean difference of a response's log-probs from those of transformers' model number `judge`."""
+        far = 0.0
+        for one in done:
+            prompt = _UNSEEN if check is NEW else _PROMPTS[one.id.group]
+            logits = self.judges[judge].logits([*prompt, *one.tokens[:-1]])[len(prompt) - 1 :]
+            far = max(far, _difference(logits, one, **sampling))
+        return check.result(far <= self.nats, f"{far:.2g} nats", self.model, nats=self.nats)
+
+    def between(self, done: Completion) -> Result:
+        """A response whose weights changed in its middle. With latent attention transformers caches other tensors than
+        the engine, so only the parts are compared."""
+        from transformers import DynamicCache
+
+        at, asked = done.segments[-1][0], len(_PROMPTS[0])
+        if [version for _, version in done.segments] != [0, 1] or not 0 < at < len(done.tokens):
+            return BETWEEN.result(False, f"parts {done.segments}", self.model, nats=self.nats)
+        if self.engine.options.config.get("kv_lora_rank"):
+            return BETWEEN.result(True, f"new from token {at} on", self.model, nats=self.nats)
+        cache, tokens = DynamicCache(), [*_PROMPTS[0], *done.tokens]
+        (old, new), change = self.judges, asked + at - 1
+        steps = [old.logits(tokens[:change], cache)[asked - 1 :], *(new.logits([t], cache) for t in tokens[change:-1])]
+        far = _difference(torch.cat(steps), done)
+        return BETWEEN.result(far <= self.nats, f"{far:.2g} nats", self.model, nats=self.nats)
+
+    def write(self, weights: Mapping[str, Tensor]) -> Result:
+        """Write all weights as the reshard does, through views of the live tensors, and read them back."""
+        live, shape = self.engine.parameters(), small_models.shape_of_model(self.model)
+        try:
+            layout = engine_layout(shape, engine_storage(shape, EngineParallel(1, 1), 0, live), 0)
+        except ValueError as error:
+            return WRITTEN.result(False, str(error), self.model)
+        pieces = [(name, s, s.view(live[name].data, s.start, s.size)) for name, some in layout.items() for s in some]
+        values = [weights[s.name].narrow(s.axis, s.start, s.size).to(part) for _, s, part in pieces]
+        for (_, _, part), value in zip(pieces, values, strict=True):
+            part.copy_(value)
+        wrong = [f"{name} ({s.name})" for (name, s, part), v in zip(pieces, values, strict=True) if not part.equal(v)]
+        return WRITTEN.result(not wrong, wrong[0] if wrong else f"{len(pieces)} pieces", self.model)
+
+    def latent(self) -> Result:
+        pairs = vllm_api.latent_parts(self.engine._worker)
+        wrong = sum(not one.equal(by_weights) for one, by_weights in pairs)
+        figure = f"{wrong} of {len(pairs)} are stale"
+        return LATENT.result(not wrong, figure, self.model) if pairs else LATENT.not_run("it has none", self.model)
+
+    def forms(self) -> dict[str, tuple[object, ...]]:
+        """Name -> shape and strides of the live weights."""
+        return {name: (tuple(p.shape), p.stride()) for name, p in self.engine.parameters().items()}
+
+    def bytes(self) -> int:
+        """Bytes in use: of weights and KV cache on a CPU, of the device elsewhere."""
+        if not get_device().is_cpu:
+            return get_device().memory.allocated()
+        live = (*self.engine.parameters().values(), *self.engine._worker.model_runner.kv_caches)
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in live}.values())
 
 
 def _requests(prompts: Sequence[tuple[int, ...]], tokens: int = _TOKENS, **sampling: float) -> list[GenerateRequest]:
     shared = Sampling(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
-    return [GenerateRequest(SampleId(0, i, len(p)), p, shared, 2**60 + i) for i, p in enumerate(prompts)]
+    return [GenerateRequest(SampleId(0, i, 0), p, shared, 2**60 + i) for i, p in enumerate(prompts)]
 
 
-def _ask(engine: VllmEngine, prompts: Sequence[tuple[int, ...]], **sampling: float) -> list[Completion]:
-    done = generate(engine, _requests(prompts, **sampling), deadline=_DEADLINE)
-    return [Completion(**{**vars(c), "prompt": p}) for c, p in zip(done, prompts, strict=True)]
-
-
-def _difference(judge: Judge, done: Completion, temperature: float = 1.0, top_p: float = 1.0) -> float:
-    """Largest difference between the log-probs of a response and those of transformers' model."""
-    logits = judge.logits([*done.prompt, *done.tokens[:-1]])[len(done.prompt) - 1 :] / temperature
-    probs, order = logits.softmax(-1).sort(-1, descending=True)
+def _difference(logits: Tensor, done: Completion, temperature: float = 1.0, top_p: float = 1.0) -> float:
+    """Mean difference between the log-probs of a response and those of the logits `[R, V]`, as they are sampled."""
+    probs, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
     outside = (probs.cumsum(-1) - probs >= top_p).gather(-1, order.argsort(-1))
-    logps = logits.masked_fill(outside, -torch.inf).log_softmax(-1)
+    logps = (logits / temperature).masked_fill(outside, -torch.inf).log_softmax(-1)
     theirs = logps.gather(-1, torch.tensor(done.tokens)[:, None])[:, 0]
-    return float((theirs - torch.tensor(done.logps)).abs().max())
-
-
-def _between(done: Completion, judges: Sequence[Judge], limit: float, name: str) -> Result:
-    """A response whose weights changed in its middle. With latent attention transformers caches other tensors than the
-    engine, so only the parts are compared."""
-    from transformers import DynamicCache
-
-    parts, fix = [version for _, version in done.segments], "report this with --out, and use --rl-schedule sync until then"
-    at = done.segments[-1][0]
-    if parts != [0, 1] or not 0 < at < len(done.tokens):
-        return result(PART, BETWEEN, False, f"parts {done.segments}", "a part of the old and one of the new weights", fix, name)
-    if "kv_lora_rank" in MODELS[name]:
-        return result(PART, BETWEEN, True, f"new from token {at} on", "a part of the old and one of the new weights", fix, name)
-    cache, tokens = DynamicCache(), [*_PROMPTS[0], *done.tokens]
-    old = judges[0].logits(tokens[: len(_PROMPTS[0]) + at - 1], cache)[len(_PROMPTS[0]) - 1 :]
-    new = [judges[1].logits([t], cache) for t in tokens[len(_PROMPTS[0]) + at - 1 : -1]]
-    logps = torch.cat([old, *new]).log_softmax(-1).gather(-1, torch.tensor(done.tokens)[:, None])[:, 0]
-    far = float((logps - torch.tensor(done.logps)).abs().max())
-    return result(PART, BETWEEN, far <= limit, f"{far:.2g} nats", f"at most {limit:g} nats from transformers'", fix, name)
-
-
-def _write(engine: VllmEngine, name: str, weights: Mapping[str, Tensor]) -> Iterator[Result]:
-    """Write all weights as the reshard does, through views of the live tensors, and read them back."""
-    live = engine.parameters()
-    shape = shape_of_model(name)
-    try:
-        layout = engine_layout(shape, engine_storage(shape, EngineParallel(1, 1), 0, live), 0)
-    except ValueError as error:
-        yield result(PART, WRITTEN, False, str(error), "the tensors that README's versions have", "install one of them", name)
-        return
-    wrong = ""
-    for read in (False, True):
-        for parameter, segments in layout.items():
-            for s in segments:
-                part = s.view(live[parameter].data, s.start, s.size)
-                values = weights[s.name].narrow(s.axis, s.start, s.size).to(part)
-                if not read:
-                    part.copy_(values)
-                elif not torch.equal(part, values):
-                    wrong = wrong or f"{parameter} ({s.name})"
-    figure = wrong or f"{sum(map(len, layout.values()))} pieces"
-    yield result(PART, WRITTEN, not wrong, figure, "each piece reads as it was written", "report this with --out", name)
-
-
-def _latent(engine: VllmEngine, name: str) -> Result:
-    pairs = vllm_api.latent_parts(engine._worker)
-    if not pairs:
-        return Result(PART, LATENT, NOT_RUN, "the model has none", where=name)
-    wrong = sum(not torch.equal(one, by_weights) for one, by_weights in pairs)
-    fix = "decoding uses tensors of older weights: install a vllm-ascend that README names"
-    return result(PART, LATENT, not wrong, f"{wrong} of {len(pairs)} are stale", "none", fix, name)
-
-
-def _graphs(engine: VllmEngine, name: str) -> Result:
-    if engine._device.is_cpu:
-        return Result(PART, "captured graphs", NOT_RUN, "a CPU has none", where=name)
-    count = vllm_api.captured_graphs()
-    fix = "decoding is several times slower without them: look for warnings of vLLM about graphs in the log"
-    return result(PART, "captured graphs", count > 0, str(count), "at least 1", fix, name)
-
-
-def _bytes(engine: VllmEngine) -> int:
-    """Bytes in use: of weights and KV cache on a CPU, of the device elsewhere."""
-    if not engine._device.is_cpu:
-        return engine._device.memory.allocated()
-    live = (*engine.parameters().values(), *engine._worker.model_runner.kv_caches)
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in live}.values())
-
-
-def _freed(engine: VllmEngine, before: int, name: str) -> Result:
-    freed, least = before - _bytes(engine), 0.9 * (64 << 20)
-    fix = "the engine's sleep does not free memory: check that expandable segments are off, and README's versions"
-    return result(PART, FREED, freed >= least, f"{freed / 2**20:.0f} MiB", f"at least {least / 2**20:.0f} MiB", fix, name)
-
-
-def _first(check: str, before: Mapping[str, object], now: Mapping[str, object], fix: str, name: str) -> Result:
-    other = [n for n in before if before[n] != now.get(n)]
-    figure = f"{other[0]} has another shape or stride" if other else f"{len(before)} tensors"
-    return result(PART, check, not other, figure, "shapes and strides of before", fix, name)
+    return float((theirs - torch.tensor(done.logps)).abs().mean())
 
 
 def main(argv: Sequence[str]) -> None:
     activate_if_needed()
     dist.init_process_group("gloo")
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in argv[2:] or MODELS:
-            Report(argv[0]).add(check_engine(name, getattr(torch, argv[1]), Path(scratch) / name))
+    report, dtype, *models = argv
+    with scratch("mindspeed-rl-doctor-engine") as folder:
+        for model in models or small_models.MODELS:
+            Report(report).add([BUILD.name])
+            began = time.monotonic()
+            bench = EngineBench(model, dtype, Path(folder))
+            Report(report).add([BUILD.result(True, f"{time.monotonic() - began:.0f} s", model)])
+            Report(report).add(bench.checks())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -12,7 +12,9 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
 # Texts that belong to the user: addresses, folders, and names of machines in errors of sockets.
-_PRIVATE = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<![\w.])~?(?:/[\w.@+-]+){2,}/?|\[[0-9a-f:]+:[0-9a-f:]*\]")
+_PRIVATE = re.compile(
+    r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<![\w.])~?(?:/[\w.@+-]+){2,}/?|\[[0-9a-f:]+:[0-9a-f:]*\]"
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Result:
     """The result of one check."""
 
     part: str  # "machine" | "memory" | "links" | "engine" | "trainer"
-    check: str  # what was checked; the name is unique within its part, but for ranks and models
+    check: str  # name of the check
     verdict: str  # PASS | FAIL | NOT_RUN
     figure: str = ""  # what was measured, with its unit; the reason why a check was not run
     limit: str = ""  # which figures pass
@@ -29,21 +31,36 @@ class Result:
     follows: str = ""  # the failed check that explains this failure
 
 
-def result(part: str, check: str, good: bool, figure: str, limit: str, fix: str, where: str = "") -> Result:
-    """The result of a check that ran. good: whether it passed."""
-    return Result(part, check, PASS if good else FAIL, figure, limit, fix, where)
+@dataclass(frozen=True)
+class Check:
+    """A check: its texts, and the checks whose failure explains a failure of it, the most likely first."""
+
+    part: str
+    name: str
+    limit: str
+    fix: str
+    causes: tuple[Check, ...] = ()
+
+    def result(self, good: bool, figure: str = "", where: str = "", **limits: object) -> Result:
+        """The result of this check. good: whether it passed; limits: values for the fields of the limit's text."""
+        limit = self.limit.format(**limits)
+        return Result(self.part, self.name, PASS if good else FAIL, figure, limit, self.fix, where)
+
+    def not_run(self, why: str, where: str = "") -> Result:
+        return Result(self.part, self.name, NOT_RUN, why, where=where)
 
 
-def explained(results: Sequence[Result], causes: Mapping[str, Sequence[str]]) -> list[Result]:
-    """The results; failures that follow from another one name it. causes: check -> checks whose failure explains a
-    failure of it, the most likely first. A cause that names a model explains only results of this model."""
+def explained(results: Sequence[Result], checks: Iterable[Check]) -> list[Result]:
+    """The results; failures that follow from another one name it. A failure of one model explains only failures of this
+    model."""
+    causes = {check.name: check.causes for check in checks}
     failed = [r for r in results if r.verdict == FAIL]
 
     def cause(one: Result) -> str:
-        for name in causes.get(one.check, ()):
+        for check in causes.get(one.check, ()):
             for other in failed:
-                if other.check == name and other is not one and other.where in ("", one.where):
-                    return f"{other.part}: {name}"
+                if other.check == check.name and (not other.where or not one.where or other.where == one.where):
+                    return f"{other.part}: {_named(other)}"
         return ""
 
     return [replace(r, follows=cause(r)) if r.verdict == FAIL else r for r in results]

@@ -46,7 +46,13 @@ def shape_of_model(name: str) -> ModelShape:
 def config_of(name: str) -> dict[str, Any]:
     """config.json of a model, with the fields that are the same in all models of its family."""
     table = shape_of_model(name).table
-    return {**table.hf.fixed, **table.hf.code, **table.hf.written, "architectures": [table.architecture], **MODELS[name]}
+    return {
+        **table.hf.fixed,
+        **table.hf.code,
+        **table.hf.written,
+        "architectures": [table.architecture],
+        **MODELS[name],
+    }
 
 
 def random_weights(name: str, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ _FOLDERS = (
 )
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
 _MADE_TOKENIZER = "here: a generated tokenizer of characters"
-_VARIED = """
+VARIED = """
 def grade(response):
     return sum(map(ord, response)) % 8 / 8
 """
@@ -107,6 +107,6 @@ def _graders(flags: Flags, varied: Path) -> None:
         _, equals, weight = rest.partition("=")
         graders.append(f"exact{equals}{weight}" if dot_py and not os.path.exists(path + ".py") else spec)
     if graders:
-        varied.write_text(_VARIED)
+        varied.write_text(VARIED)
         why = "here: one more grader, whose rewards differ, so that there is a gradient"
         flags.set("--rl-reward", *graders, f"{varied}:grade", why=why)

@@ -1,0 +1,197 @@
+"""Runs a launch's entry script, and in each rollout one prompt more: through the engine and through the trainer.
+
+    torchrun ... -m mindspeed_rl_plugin.tools.doctor.compare FOLDER SCRIPT.py ARGS
+
+The outputs after the embedding, after attention and MLP (or experts) of each layer, after the last norm, and the
+log-probs are compared. Each rank writes to FOLDER/parts-RANK.jsonl one line for each version of the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
+
+PROMPT, TOKENS = tuple(range(5, 13)), 8
+KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
+KILLED_FILE = "killed"  # holds the time at which a rank was killed
+EAGER = "DOCTOR_EAGER"  # environment variable: the engine runs without graphs, whose parts no hook can see
+# Largest difference [of the root mean square] that rounding makes, by dtype.
+NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+LOG_PROBS = "log-probs"
+Places = dict[str, list[Tensor]]
+
+
+def engine_places(model: nn.Module) -> dict[str, nn.Module]:
+    """Place -> module of vLLM's model."""
+    inner = next(m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "norm"))
+    embedding = getattr(inner, "embed_tokens", None) or inner.word_embeddings
+    return {"embedding": embedding, **_of_layers(enumerate(inner.layers)), "last norm": inner.norm}
+
+
+def trainer_places(chunks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Place -> module of this rank's chunks."""
+    from mindspeed_rl_plugin.weights.storages import unwrap
+
+    out: dict[str, nn.Module] = {}
+    for chunk in map(unwrap, chunks):
+        out |= {"embedding": chunk.embedding} if chunk.pre_process else {}
+        out |= _of_layers((layer.layer_number - 1, layer) for layer in chunk.decoder.layers)
+        last = getattr(chunk.decoder, "final_layernorm", None)
+        out |= {} if last is None else {"last norm": last}
+    return out
+
+
+def _of_layers(layers: Any) -> dict[str, nn.Module]:
+    """Attention and MLP of each layer: its children that are not norms and have parameters, in their order."""
+    out = {}
+    for number, layer in layers:
+        named = ((name, module) for name, module in layer.named_children() if "norm" not in name)
+        children = [module for _, module in named if next(module.parameters(), None) is not None]
+        for what, module in zip(("attention", "MLP"), children, strict=False):
+            out[f"{what} of layer {number}"] = module
+    return out
+
+
+@contextlib.contextmanager
+def recorded(places: Mapping[str, nn.Module], rows: Callable[[Tensor], Tensor]) -> Iterator[Places]:
+    """Within the context the outputs of the modules are collected. rows: output -> `[tokens, hidden]`."""
+    seen: Places = {place: [] for place in places}
+
+    def hook(place: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        whole = rows(output[0] if isinstance(output, tuple) else output)
+        seen[place].append(whole.detach().to("cpu", torch.float32, copy=True))  # later operators work in place
+
+    handles = [module.register_forward_hook(functools.partial(hook, place)) for place, module in places.items()]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def ask_engine(engine: Any) -> tuple[Completion, Places]:
+    """A greedy response, and the outputs of each place `[P + R - 1, H]`."""
+    from mindspeed_rl_plugin.engine import vllm_api
+    from mindspeed_rl_plugin.engine.rollout_engine import generate
+
+    engine = getattr(engine, "engine", engine)  # without the layer for episodes
+    request = GenerateRequest(SampleId(-7, 0, 0), PROMPT, Sampling(TOKENS, temperature=0.0, ignore_eos=True), 1)
+    with recorded(engine_places(vllm_api.model(engine._worker)), lambda output: output) as seen:
+        (done,) = generate(engine, [request], deadline=engine.options.deadline)
+    whole = {}
+    for place, steps in seen.items():  # vLLM may pad a step, and run dummy steps afterwards
+        first, *more = steps
+        whole[place] = [torch.cat([first[: len(PROMPT)], *(step[:1] for step in more[: TOKENS - 1])])]
+    return done, whole
+
+
+def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[list[float], Places]:
+    """Log-probs of the response and the outputs of each place, on this rank. Collective."""
+    from mindspeed_rl_plugin.forward.pipeline import compute_logps
+    from mindspeed_rl_plugin.loop.run import current
+
+    settings, row = current().inputs.forward, torch.tensor(tokens)
+    count = 1 if settings.packed or settings.max_tokens else settings.micro_batch_size
+    mask = torch.tensor([0] * len(PROMPT) + [1] * TOKENS, dtype=torch.uint8)
+    columns = {"tokens": Ragged.from_rows([row] * count), "loss_mask": Ragged.from_rows([mask] * count)}
+    rows = Rows(tuple(SampleId(-7, 0, i) for i in range(count)), columns)
+
+    def first_row(output: Tensor) -> Tensor:
+        return _complete(output)[: len(tokens) - 1, 0]  # `[S, mb, H]`
+
+    with recorded(trainer_places(chunks), first_row) as seen:
+        logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
+    return ([] if logps is None else logps[0].rows()[0][len(PROMPT) :].tolist()), seen
+
+
+def _complete(output: Tensor) -> Tensor:
+    """The output of all positions; with sequence parallelism each tensor parallel rank has a part of them."""
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    if not get_args().sequence_parallel:
+        return output
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(output) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, output.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def parts(
+    engine: Places, trainer: Places, logps: tuple[Sequence[float], Sequence[float]], noise: float
+) -> dict[str, Any]:
+    """Place -> difference, and the first place where it is larger than the noise, with its first token."""
+    far, first = {}, None
+    for place, (ours, *_) in trainer.items():
+        theirs = engine[place][0]
+        scale = ours.square().mean().sqrt().clamp_min(1e-6)
+        each = ((ours - theirs).abs().amax(-1) / scale).nan_to_num(torch.inf)
+        far[place] = float(each.max())
+        if first is None and far[place] > noise:
+            first = {"place": place, "token": int((each > noise).nonzero()[0, 0]), "of_prompt": len(PROMPT)}
+    if logps[1]:
+        far[LOG_PROBS] = max(abs(a - b) for a, b in zip(*logps, strict=True))
+        if first is None and not far[LOG_PROBS] <= noise:
+            first = {"place": LOG_PROBS, "token": len(PROMPT), "of_prompt": len(PROMPT)}
+    return {"far": far, "first": first}
+
+
+def attach(folder: Path) -> None:
+    """From now on each rollout of this process is compared."""
+    from mindspeed_rl_plugin.loop.colocation import Colocation
+
+    original, transfer = Colocation.awake, Colocation._to_engine
+    killed = [int(n) for n in os.environ.get(KILLS, "-1:-1").split(":")]
+
+    @contextlib.contextmanager
+    def awake(self: Colocation, version: int) -> Iterator[Any]:
+        with original(self, version) as moved:
+            done, engine = ask_engine(self.engine)
+            yield moved
+        self.onload()
+        box = [done.tokens]
+        dist.broadcast_object_list(box, src=0)
+        logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]])
+        noise = NOISE[self.resharder.dtype]
+        line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise)
+        with open(folder / f"parts-{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"version": version, "noise": noise, "same": box[0] == done.tokens, **line}) + "\n")
+
+    def to_engine(self: Colocation, version: int) -> Any:
+        if [dist.get_rank(), version] == killed:
+            (folder / KILLED_FILE).write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return transfer(self, version)
+
+    Colocation.awake, Colocation._to_engine = awake, to_engine
+    if EAGER in os.environ:
+        from mindspeed_rl_plugin.engine import vllm_engine
+
+        arguments = vllm_engine.engine_arguments
+        vllm_engine.engine_arguments = lambda *a: arguments(*a) | {"enforce_eager": True}
+
+
+def main(argv: Sequence[str]) -> None:
+    from mindspeed_rl_plugin import __main__
+    from mindspeed_rl_plugin.host.on_import import after_import
+
+    after_import("mindspeed_rl_plugin.loop.colocation", lambda _: attach(Path(argv[0])))
+    __main__.run_script(argv[1], list(argv[2:]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
