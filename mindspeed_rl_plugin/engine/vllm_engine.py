@@ -113,6 +113,7 @@ class VllmEngine:
             if "disable_custom_all_reduce" in arguments:
                 say("expandable_segments:True: the engine uses NCCL's all-reduce, not vLLM's own")
             self._engine = vllm_api.build(arguments)
+        self.eager = arguments["enforce_eager"]  # whether it captured no graphs
         self._worker = vllm_api.worker(self._engine)
         vllm_api.demand_plain_experts(self._worker)
         vllm_api.demand_base_format(self._worker, self._device)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
 
 PROMPT, TOKENS = tuple(range(5, 13)), 8
+PARTS = "parts-"  # files of comparisons begin with it
 KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
 KILLED_FILE = "killed"  # holds the time at which a rank was killed
 EAGER = "DOCTOR_EAGER"  # environment variable: the engine runs without graphs, whose parts no hook can see
@@ -83,12 +84,14 @@ def recorded(places: Mapping[str, nn.Module], rows: Callable[[Tensor], Tensor]) 
             handle.remove()
 
 
-def ask_engine(engine: Any) -> tuple[Completion, Places]:
-    """A greedy response, and the outputs of each place `[P + R - 1, H]`."""
+def ask_engine(engine: Any) -> tuple[Completion, Places] | None:
+    """A greedy response, and the outputs of each place `[P + R - 1, H]`; None for an engine with graphs."""
     from mindspeed_rl_plugin.engine import vllm_api
     from mindspeed_rl_plugin.engine.rollout_engine import generate
 
     engine = getattr(engine, "engine", engine)  # without the layer for episodes
+    if not engine.eager:
+        return None
     request = GenerateRequest(SampleId(-7, 0, 0), PROMPT, Sampling(TOKENS, temperature=0.0, ignore_eos=True), 1)
     with recorded(engine_places(vllm_api.model(engine._worker)), lambda output: output) as seen:
         (done,) = generate(engine, [request], deadline=engine.options.deadline)
@@ -160,15 +163,18 @@ def attach(folder: Path) -> None:
     @contextlib.contextmanager
     def awake(self: Colocation, version: int) -> Iterator[Any]:
         with original(self, version) as moved:
-            done, engine = ask_engine(self.engine)
+            asked = ask_engine(self.engine)
             yield moved
+        if asked is None:
+            return
+        done, engine = asked
         self.onload()
         box = [done.tokens]
         dist.broadcast_object_list(box, src=0)
         logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]])
         noise = NOISE[self.resharder.dtype]
         line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise)
-        with open(folder / f"parts-{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
+        with open(folder / f"{PARTS}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"version": version, "noise": noise, "same": box[0] == done.tokens, **line}) + "\n")
 
     def to_engine(self: Colocation, version: int) -> Any:

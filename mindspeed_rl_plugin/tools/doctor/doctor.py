@@ -1,25 +1,250 @@
-"""The command `doctor`. So far: the story of a job that hangs."""
+"""Which part of your stack is at fault: checks of machine, memory, links, engine, and trainer with engine.
+
+`doctor` starts its ranks itself, on the devices of this machine (two on a CPU); on many machines start it by
+`torchrun ... -m mindspeed_rl_plugin doctor`. With SCRIPT.sh its versions, environment and dtype are those of the launch
+script. `--job SAVE` tells where each process of a job that hangs is.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import html
+import json
+import os
+import shutil
+import signal
+import socket
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
 
-from mindspeed_rl_plugin.tools.doctor.hang import story
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.monitor.run_files import versions, write_text
+from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_checks, small_models, train_checks
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.result import (
+    Report,
+    Result,
+    causes_of,
+    explained,
+    guilty,
+    table,
+    without_private,
+)
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture, run
+from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, find_entry
+from mindspeed_rl_plugin.tools.rehearse.outcome import tail
+from mindspeed_rl_plugin.tools.report.report import embed
+
+RANKS_SECONDS, ENGINE_SECONDS = 60.0, 240.0  # limits of the checks of all ranks, and of all engines
+CAUSES = rank_checks.CAUSES | causes_of((*engine_checks.CHECKS, *train_checks.CHECKS))
+PARTS = ("machine", "ranks", "engine", "trainer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m mindspeed_rl_plugin doctor --job SAVE [--stacks]`. Returns 1, with a message, if SAVE has no job."""
-    parser = argparse.ArgumentParser(prog="mindspeed_rl_plugin doctor", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--job", metavar="SAVE", required=True, help="the --save of a job: where each of its processes is"
-    )
-    parser.add_argument("--stacks", action="store_true", help="with the Python stacks of its processes on this machine")
-    args = parser.parse_args(argv)
+    """`python -m mindspeed_rl_plugin doctor`. Returns 1 if a check fails, or with a message if there is nothing to
+    check."""
+    options = _parser().parse_args(argv)
     try:
-        print(story(args.job, args.stacks))
+        if options.job:
+            print(hang.story(options.job, options.stacks))
+            return 0
+        nodes, store = _nodes()
+        if nodes is None:  # another rank of this machine does the work
+            return 0
+        with _folder(options) as folder:
+            results = explained(_gathered(nodes, store, list(_Doctor(options, nodes, store, folder).results())), CAUSES)
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
-    return 0
+    if nodes.index:
+        return 0
+    print(table(results))
+    bad = guilty(results)
+    print(f"\n{f'{len(bad)} at fault' if bad else 'nothing is at fault'}")
+    if options.out:
+        write_text(options.out, page(results))
+    return 1 if bad else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mindspeed_rl_plugin doctor", description=__doc__)
+    parser.add_argument("script", nargs="?", type=Path, metavar="SCRIPT.sh", help="launch script to take settings from")
+    parser.add_argument("--full", action="store_true", help="each model in every layout, with resume and a lost rank")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to check (default: all)")
+    parser.add_argument("--out", metavar="FILE", help="write one HTML file for a bug report, without paths and hosts")
+    parser.add_argument("--keep", metavar="DIR", help="keep logs and generated files in a new folder DIR")
+    parser.add_argument("--job", metavar="SAVE", help="the --save of a job: where each of its processes is")
+    parser.add_argument("--stacks", action="store_true", help="with --job: also Python stacks of its processes here")
+    return parser
+
+
+@dataclasses.dataclass
+class _Doctor:
+    """The checks of this machine."""
+
+    options: argparse.Namespace
+    nodes: Nodes
+    store: object
+    folder: Path
+
+    def results(self) -> Iterator[Result]:
+        device, only = get_device(), self.options.only
+        launch = self._launch()
+        words = launch.arguments
+        save = words[words.index("--save") + 1] if "--save" in words else ""
+        if "machine" in only:
+            _say("machine")
+            yield from machine.machine_checks(self.nodes, device.kind, save)
+            yield from machine.between(self.nodes, self.store)
+        if "ranks" in only:
+            _say("memory and links")
+            (ranks := self.folder / "ranks").mkdir()
+            yield from rank_checks.run(self.nodes, ranks, RANKS_SECONDS)
+        dtype = "bfloat16" if "--bf16" in words or not device.is_cpu and not self.options.script else "float32"
+        dtype = "float16" if "--fp16" in words else dtype
+        if "engine" in only:
+            _say("engine")
+            yield from self._engine(dtype)
+        if "trainer" in only:
+            yield from self._trainer(launch, dtype)
+
+    def _launch(self) -> CapturedLaunch:
+        """The launch of the script or, without one, of Megatron's pretrain_gpt.py on this machine."""
+        if self.options.script:
+            return capture(self.options.script.resolve(), self.folder, ENGINE_SECONDS)
+        ranks, env = self.nodes.ranks, dict(os.environ)
+        return CapturedLaunch("pretrain_gpt.py", (), ranks, self.nodes.count, Path.cwd(), env, {}, (), 1)
+
+    def _engine(self, dtype: str) -> Iterator[Result]:
+        report, log = Report(self.folder / "engine.jsonl"), self.folder / "engine.log"
+        command = Nodes(1).torchrun("-m", engine_checks.__name__, str(report.path), dtype)
+        done = run(command, log, ENGINE_SECONDS, env=_environment(self.folder))
+        results, begun = report.read()
+        yield from results
+        checks = {check.name: check for check in engine_checks.CHECKS}
+        models = list(dict.fromkeys([r.where for r in results if r.where]))
+        if begun:
+            where = (*models, *small_models.MODELS)[max(0, len(models) - (begun != engine_checks.BUILD.name))]
+            yield dataclasses.replace(checks[begun].result(False, tail(done, 6), where, nats=0, mib=0), limit="it ends")
+
+    def _trainer(self, launch: CapturedLaunch, dtype: str) -> Iterator[Result]:
+        try:
+            entry = find_entry(launch, self.options.script or Path(launch.script), self.folder)
+            platform = entry.platform
+        except ValueError as error:
+            yield train_checks.RUNS.not_run(str(error))
+            return
+        path = os.pathsep.join(map(str, (*entry.path, ROOT)))
+        env = _environment(self.folder) | launch.exported | {"PYTHONPATH": path}
+        host = get_device().is_cpu
+        bench = train_checks.TrainBench(self.nodes, self.folder, entry.script, env, dtype, host)
+        fixed = bench.prepare()
+        for name in small_models.MODELS:
+            for axis in train_checks.LAYOUTS[name][: None if self.options.full else 1]:
+                _say(f"trainer and engine on {platform}: {name}")
+                yield from train_checks.check_model(name, axis, bench, fixed, full=self.options.full)
+
+
+def _nodes() -> tuple[Nodes | None, object]:
+    """The machines, and a store that all of them reach; (None, None) in ranks that torchrun started beside the first
+    one of a machine."""
+    given = {
+        name: int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK")
+    }
+    if not given["WORLD_SIZE"]:
+        device = get_device()
+        return Nodes(2 if device.is_cpu else device.api.device_count()), None
+    if given["LOCAL_RANK"]:
+        return None, None
+    from torch.distributed import TCPStore
+
+    address, ranks = os.environ["MASTER_ADDR"], given["LOCAL_WORLD_SIZE"]
+    store = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60))
+    if given["GROUP_RANK"] == 0:
+        with socket.create_server(("", 0)) as listener:
+            store.set("doctor/port", str(listener.getsockname()[1]))
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_"))
+        or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ]:
+        del os.environ[name]
+    port = int(store.get("doctor/port"))
+    return Nodes(ranks, given["WORLD_SIZE"] // ranks, given["GROUP_RANK"], address, port), store
+
+
+def _gathered(nodes: Nodes, store: object, mine: list[Result]) -> list[Result]:
+    """The results of all machines, on the first one. What is equal on all machines is one result."""
+    if nodes.count == 1:
+        return mine
+    store.set(f"doctor/{nodes.index}", json.dumps([dataclasses.asdict(r) for r in mine]))
+    if nodes.index:
+        store.wait(["doctor/done"], timedelta(seconds=60))
+        return mine
+    out: dict[tuple[str, str, str, str], Result] = {}
+    for index in range(nodes.count):
+        for row in json.loads(store.get(f"doctor/{index}")):
+            r = Result(**row)
+            known = out.setdefault((r.part, r.check, r.where, r.verdict), r)
+            if known is not r and r.verdict == "FAIL":
+                out[r.part, r.check, f"{r.where} machine {index}".strip(), r.verdict] = r
+    store.set("doctor/done", "")
+    return list(out.values())
+
+
+@contextlib.contextmanager
+def _folder(options: argparse.Namespace) -> Iterator[Path]:
+    """The folder for generated files, removed at the end, also after Ctrl-C and SIGTERM, unless --keep names it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if options.keep:
+        Path(options.keep).mkdir(parents=True)
+        yield Path(options.keep).resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="mindspeed-rl-doctor-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Of what doctor starts."""
+    fixed = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    return {"OMP_NUM_THREADS": "1", **os.environ, **fixed, "PYTHONPATH": path}
+
+
+def _say(what: str) -> None:
+    print(f"doctor: {what}", file=sys.stderr, flush=True)
+
+
+def page(results: Sequence[Result]) -> str:
+    """One HTML page of results, with the same as JSON in it; without addresses, folders, and names of this machine and
+    user."""
+    names = [name for name in (socket.gethostname(), os.environ.get("USER", ""), Path.home().name) if len(name) > 1]
+
+    def clean(text: str) -> str:
+        for name in names:
+            text = text.replace(name, "...")
+        return without_private(text)
+
+    rows = [{k: clean(v) for k, v in dataclasses.asdict(r).items()} for r in results]
+    data = {"versions": versions(), "device": get_device().kind, "time": int(time.time()), "results": rows}
+    head = ("part", "check", "where", "verdict", "figure", "limit", "follows", "fix")
+    cells = [[html.escape(row[name]) for name in head] for row in rows]
+    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in cells]
+    title = html.escape(", ".join(f"{k} {v}" for k, v in data["versions"].items()))
+    return (
+        '<!doctype html><meta charset="utf-8"><title>doctor</title>'
+        "<style>body{font:14px sans-serif}td,th{border:1px solid #ccc;padding:3px;text-align:left}</style>"
+        f"<p>{title}</p><table><tr>{''.join(f'<th>{n}</th>' for n in head)}</tr>"
+        f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+        f'<script type="application/json" id="doctor">{embed(data)}</script>\n'
+    )

@@ -58,9 +58,7 @@ WOKEN = _check(
     f"waking replaces the model's tensors: {_VERSIONS}",
 )
 WRITTEN = _check("weights that were written", "each piece reads as it was written", _REPORT, (WOKEN,))
-LATENT = _check(
-    "tensors derived from weights", "none is stale", f"decoding uses older weights: {_VERSIONS}", (WRITTEN,)
-)
+LATENT = _check("tensors derived from weights", "none is stale", f"decoding is stale: {_VERSIONS}", (WRITTEN,))
 _STATE = (LOADED, WOKEN, WRITTEN, LATENT)
 AGAIN = _check(
     "answers after sleep and waking",

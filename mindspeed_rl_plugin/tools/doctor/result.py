@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -43,23 +43,31 @@ class Check:
 
     def result(self, good: bool, figure: str = "", where: str = "", **limits: object) -> Result:
         """The result of this check. good: whether it passed; limits: values for the fields of the limit's text."""
-        limit = self.limit.format(**limits)
-        return Result(self.part, self.name, PASS if good else FAIL, figure, limit, self.fix, where)
+        return result(self.part, self.name, good, figure, self.limit.format(**limits), self.fix, where)
 
     def not_run(self, why: str, where: str = "") -> Result:
         return Result(self.part, self.name, NOT_RUN, why, where=where)
 
 
-def explained(results: Sequence[Result], checks: Iterable[Check]) -> list[Result]:
-    """The results; failures that follow from another one name it. A failure of one model explains only failures of this
-    model."""
-    causes = {check.name: check.causes for check in checks}
+def result(part: str, check: str, good: bool, figure: str, limit: str, fix: str, where: str = "") -> Result:
+    """The result of a check that ran. good: whether it passed."""
+    return Result(part, check, PASS if good else FAIL, figure, limit, fix, where)
+
+
+def causes_of(checks: Iterable[Check]) -> dict[str, list[str]]:
+    """Check -> names of the checks whose failure explains its failure."""
+    return {check.name: [cause.name for cause in check.causes] for check in checks}
+
+
+def explained(results: Sequence[Result], causes: Mapping[str, Sequence[str]]) -> list[Result]:
+    """The results; failures that follow from another one name it. causes: check -> checks whose failure explains its
+    failure, the most likely first. A failure of one model explains only failures of this model."""
     failed = [r for r in results if r.verdict == FAIL]
 
     def cause(one: Result) -> str:
-        for check in causes.get(one.check, ()):
+        for name in causes.get(one.check, ()):
             for other in failed:
-                if other.check == check.name and (not other.where or not one.where or other.where == one.where):
+                if other.check == name and (not other.where or not one.where or other.where == one.where):
                     return f"{other.part}: {_named(other)}"
         return ""
 

@@ -75,12 +75,9 @@ KILLED = _check(
 )
 CHECKS = (ARRIVE, FINITE, RUNS, WHERE, AGREE, RATIO, MEMORY, RESUME, KILLED)
 
-# Model -> the axis by which its trainer is divided, and flags of its engines; {0}: ranks.
-LAYOUTS = {
-    "dense": ("tp", "--rl-generate-tp 1"),
-    "experts": ("ep", "--rl-generate-tp {0} --rl-generate-ep {0}"),
-    "latent attention": ("pp", "--rl-generate-tp 1"),
-}
+# Model -> axes by which its trainer is divided, each in a job of its own; all but the first only with --full.
+LAYOUTS = {"dense": ("tp", "pp", "dp"), "experts": ("ep", "tp"), "latent attention": ("pp", "tp")}
+_SPREAD = "--rl-generate-tp {0} --rl-generate-ep {0}"  # flags of engines that divide the experts; {0}: ranks
 _FIXED = """
     --transformer-impl local --seq-length 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 4 --lr 1e-3
     --lr-decay-style constant --weight-decay 0 --seed 1 --log-interval 1 --eval-iters 0 --eval-interval 1000
@@ -123,79 +120,88 @@ class TrainBench:
         host = _ON_A_HOST.split() if self.host else []
         return [*_FIXED.split(), *host, *_DTYPES[self.dtype], *map(str, data)]
 
-    def model(self, name: str) -> list[str]:
-        """Write a small model as a checkpoint. Returns its flags, those of its layout, and --load."""
-        axis, engine = LAYOUTS[name]
+    def model(self, name: str, axis: str, folder: Path) -> list[str]:
+        """Write a small model as a checkpoint, in a new folder. Returns its flags, those of its layout, and --load."""
         ranks = min(2, self.nodes.ranks * self.nodes.count)
-        (hf := self.scratch / f"{name}-hf").mkdir()
+        (hf := folder / "hf").mkdir(parents=True)
         small_models.write_model(name, small_models.random_weights(name, 0, getattr(torch, self.dtype)), hf)
-        out = self.scratch / f"{name}-weights"
+        sizes = {} if axis == "dp" else {axis: ranks}
+        train = ",".join(f"{axis}{size}" for axis, size in sizes.items()) or "tp1"
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
-            if to_megatron.main(["--load", str(hf), "--out", str(out), "--train", f"{axis}{ranks}"]):
+            if to_megatron.main(["--load", str(hf), "--out", str(folder / "weights"), "--train", train]):
                 raise ValueError(f"the small model cannot be written: {said.getvalue()}")
-        layout = Parallel(**{"world": ranks, axis: ranks})
+        layout = Parallel(world=ranks, **sizes)
         args = megatron_arguments(small_models.shape_of_model(name), layout, small_models.config_of(name))
-        return [*flags(args), "--load", str(out), *engine.format(ranks).split()]
+        engine = _SPREAD.format(ranks) if axis == "ep" else "--rl-generate-tp 1"
+        return [*flags(args), "--load", str(folder / "weights"), *engine.split()]
 
-    def job(self, name: str, argv: Sequence[str], **env: str) -> tuple[Done, Path]:
-        """Run a job that compares trainer and engine. Returns its end, and the folder of its comparisons."""
-        (folder := self.scratch / name).mkdir()
+    def job(self, folder: Path, argv: Sequence[str], **env: str) -> Done:
+        """Run a job that compares trainer and engine, in a new folder."""
+        folder.mkdir()
         command = self.nodes.torchrun("-m", compare.__name__, str(folder), str(self.script), *argv)
-        done = run(command, self.scratch / f"{name}.log", _TIMEOUT, env={**self.env, **env}, cwd=self.scratch)
-        return done, folder
+        return run(command, folder / "log", _TIMEOUT, env={**self.env, **env}, cwd=folder)
 
 
-def check_model(name: str, bench: TrainBench, fixed: Sequence[str]) -> Iterator[Result]:
-    """Three iterations of a model; of the dense one also a resume and a lost rank. fixed: `TrainBench.prepare`."""
-    save = bench.scratch / f"{name}-save"
-    argv = [*fixed, *bench.model(name), "--save", str(save)]
-    done, folder = bench.job(name, [*argv, "--exit-interval", "3"])
+def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], full: bool) -> Iterator[Result]:
+    """Three iterations of a model; of the dense one also a resume and a lost rank, with `full` of all. axis: by which
+    the trainer is divided; fixed: `TrainBench.prepare`."""
+    where, folder = name if axis == LAYOUTS[name][0] else f"{name}, {axis}", bench.scratch / f"{name} {axis}"
+    save = folder / "save"
+    argv = [*fixed, *bench.model(name, axis, folder), "--save", str(save)]
+    done = bench.job(folder / "job", [*argv, "--exit-interval", "3"])
     lines = read_metrics(save / "rl") if (save / "rl" / METRICS_FILE).exists() else []
-    yield from _ran(name, done, lines)
+    yield from _ran(where, done, lines)
     if lines:
-        yield from _numbers(name, lines, folder, bench)
+        far, limit = max(line["logp_diff/mean"] for line in lines), LIMITS[bench.dtype]
+        if far > limit and not bench.host:  # the engine's graphs hide its places
+            bench.job(
+                folder / "eager",
+                [*argv, "--save", str(folder / "eager-save"), "--exit-interval", "1"],
+                **{compare.EAGER: "1"},
+            )
+        yield _where(where, [folder / "job", folder / "eager"], far > limit)
+        yield AGREE.result(far <= limit, f"{far:.2g} nats", where, nats=limit)
+        moved, limit = max(abs(line["ratio/mean"] - 1) for line in lines), RATIO_LIMITS[bench.dtype]
+        yield RATIO.result(moved <= limit, f"1 +- {moved:.2g}", where, ratio=limit)
     if len(lines) == 3:
         worst, grown = _growth(lines)
         most = _GROWTH[bench.host]
-        yield MEMORY.result(grown <= most, f"{grown / 2**20:+.0f} MiB in {worst}", name, mib=most >> 20)
-        if name == "dense":
-            yield from _resumed(name, save, argv, bench)
+        yield MEMORY.result(grown <= most, f"{grown / 2**20:+.0f} MiB in {worst}", where, mib=most >> 20)
+        if full or name == "dense" and axis == LAYOUTS[name][0]:
+            yield from _resumed(where, folder, argv, bench)
 
 
-def _ran(name: str, done: Done, lines: Sequence[Mapping[str, Any]]) -> Iterator[Result]:
+def _ran(where: str, done: Done, lines: Sequence[Mapping[str, Any]]) -> Iterator[Result]:
     trained = done.ok and len(lines) == 3
     kind, message = found.groups() if (found := _BROKEN.search("\n".join(done.lines))) else ("", "")
     for check, error in ((ARRIVE, "WeightMismatch"), (FINITE, "BrokenWeights")):
         if kind == error:
-            yield check.result(False, message, name)
+            yield check.result(False, message, where)
         else:
-            yield check.result(True, "", name) if trained else check.not_run("the job ended before", name)
-    yield RUNS.result(trained, f"{done.seconds:.0f} s" if trained else tail(done, 6), name)
+            yield check.result(True, "", where) if trained else check.not_run("the job ended before", where)
+    yield RUNS.result(trained, f"{done.seconds:.0f} s" if trained else tail(done, 6), where)
 
 
-def _numbers(name: str, lines: Sequence[Mapping[str, Any]], folder: Path, bench: TrainBench) -> Iterator[Result]:
-    yield _where(name, folder)
-    far, limit = max(line["logp_diff/mean"] for line in lines), LIMITS[bench.dtype]
-    yield AGREE.result(far <= limit, f"{far:.2g} nats", name, nats=limit)
-    moved, limit = max(abs(line["ratio/mean"] - 1) for line in lines), RATIO_LIMITS[bench.dtype]
-    yield RATIO.result(moved <= limit, f"1 +- {moved:.2g}", name, ratio=limit)
-
-
-def _where(name: str, folder: Path) -> Result:
-    files = sorted(folder.glob("parts-*.jsonl"))
-    rows = [(json.loads(line), file.stem.partition("-")[2]) for file in files for line in file.read_text().splitlines()]
+def _where(where: str, folders: Sequence[Path], differ: bool) -> Result:
+    """The first place where trainer and engine part. differ: whether their log-probs differ too much."""
+    files = [file for folder in folders for file in sorted(folder.glob(f"{compare.PARTS}*"))]
+    rows = [
+        (json.loads(line), file.stem.rpartition("-")[2]) for file in files for line in file.read_text().splitlines()
+    ]
     if not rows:
-        return WHERE.not_run("no rollout was compared", name)
+        return WHERE.not_run("the engine's graphs hide its places; the log-probs agree", where)
     noise = rows[0][0]["noise"]
     parted = [(row, rank) for row, rank in rows if row["first"]]
+    if not parted and differ and folders[-1].exists():
+        return WHERE.result(False, "only with captured graphs", where, noise=noise)
     if not parted:
         worst = max(max(row["far"].values()) for row, _ in rows)
-        return WHERE.result(True, f"largest difference {worst:.2g}", name, noise=noise)
+        return WHERE.result(True, f"largest difference {worst:.2g}", where, noise=noise)
     row, rank = min(parted, key=lambda one: one[0]["version"])
     place, token = row["first"]["place"], row["first"]["token"]
     when = "of the prompt" if token < row["first"]["of_prompt"] else "in decoding"
     figure = f"{place}: {row['far'][place]:.2g} on rank {rank}, token {token} {when}, weights {row['version']}"
-    return WHERE.result(False, figure, name, noise=noise)
+    return WHERE.result(False, figure, where, noise=noise)
 
 
 def _growth(lines: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
@@ -206,26 +212,27 @@ def _growth(lines: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     return worst.partition("/")[2], grown[worst]
 
 
-def _resumed(name: str, save: Path, argv: Sequence[str], bench: TrainBench) -> Iterator[Result]:
+def _resumed(where: str, folder: Path, argv: Sequence[str], bench: TrainBench) -> Iterator[Result]:
     """Resume from iteration 2, compare the third iteration, and kill the last rank in the next transfer."""
+    save, again_in = folder / "save", folder / "resume"
     before = read_metrics(save / "rl")[2]
     shutil.rmtree(save / "iter_0000003")
     (save / TRACKER).write_text("2")
     last, began = bench.nodes.ranks * bench.nodes.count - 1, time.time()
-    done, folder = bench.job(f"{name}-resume", argv, **{compare.KILLS: f"{last}:3"})
+    done = bench.job(again_in, argv, **{compare.KILLS: f"{last}:3"})
     again = next((line for line in read_metrics(save / "rl")[2:] if line["time"] > began), None)
     if again is None:
-        yield RESUME.result(False, tail(done, 6), name)
+        yield RESUME.result(False, tail(done, 6), where)
         return
     differ = [n for n in before if not _TIMES.fullmatch(n) and again.get(n) != before[n]]
     figure = f"{differ[0]}: {before[differ[0]]}, resumed {again.get(differ[0])}" if differ else "equal"
-    yield RESUME.result(not differ, figure, name)
+    yield RESUME.result(not differ, figure, where)
     if not last:
-        yield KILLED.not_run("there is one rank", name)
+        yield KILLED.not_run("there is one rank", where)
         return
-    killed = float((folder / compare.KILLED_FILE).read_text()) if (folder / compare.KILLED_FILE).exists() else began
+    killed = float((again_in / compare.KILLED_FILE).read_text()) if (again_in / compare.KILLED_FILE).exists() else began
     ended = began + done.seconds - killed
     said = next((line for line in done.lines if re.search(rf"\brank {last}\b", line) and "[rl]" in line), "")
     good = done.code not in (0, None) and bool(said) and ended <= _ENDS_WITHIN
     text = f"after {ended:.0f} s: {said or f'no line names rank {last}'}"
-    yield KILLED.result(good, text, name, seconds=_ENDS_WITHIN, rank=last)
+    yield KILLED.result(good, text, where, seconds=_ENDS_WITHIN, rank=last)
