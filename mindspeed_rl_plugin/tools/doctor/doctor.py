@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from mindspeed_rl_plugin.tools.doctor.result import (
     causes_of,
     explained,
     guilty,
+    result,
     table,
     without_private,
 )
@@ -110,7 +111,7 @@ class _Doctor:
         dtype = "float16" if "--fp16" in words else dtype
         if "engine" in only:
             _say("engine")
-            yield from self._engine(dtype)
+            yield from engine_results(dtype, self.folder, _environment(self.folder))
         if "trainer" in only:
             yield from self._trainer(launch, dtype)
 
@@ -120,18 +121,6 @@ class _Doctor:
             return capture(self.options.script.resolve(), self.folder, ENGINE_SECONDS)
         ranks, env = self.nodes.ranks, dict(os.environ)
         return CapturedLaunch("pretrain_gpt.py", (), ranks, self.nodes.count, Path.cwd(), env, {}, (), 1)
-
-    def _engine(self, dtype: str) -> Iterator[Result]:
-        report, log = Report(self.folder / "engine.jsonl"), self.folder / "engine.log"
-        command = Nodes(1).torchrun("-m", engine_checks.__name__, str(report.path), dtype)
-        done = run(command, log, ENGINE_SECONDS, env=_environment(self.folder))
-        results, begun = report.read()
-        yield from results
-        checks = {check.name: check for check in engine_checks.CHECKS}
-        models = list(dict.fromkeys([r.where for r in results if r.where]))
-        if begun:
-            where = (*models, *small_models.MODELS)[max(0, len(models) - (begun != engine_checks.BUILD.name))]
-            yield dataclasses.replace(checks[begun].result(False, tail(done, 6), where, nats=0, mib=0), limit="it ends")
 
     def _trainer(self, launch: CapturedLaunch, dtype: str) -> Iterator[Result]:
         try:
@@ -149,6 +138,23 @@ class _Doctor:
             for axis in train_checks.LAYOUTS[name][: None if self.options.full else 1]:
                 _say(f"trainer and engine on {platform}: {name}")
                 yield from train_checks.check_model(name, axis, bench, fixed, full=self.options.full)
+
+
+def engine_results(
+    dtype: str, folder: Path, env: Mapping[str, str], models: Sequence[str] = tuple(small_models.MODELS)
+) -> Iterator[Result]:
+    """The checks of the engine, in a process of their own. A check in which it crashes or hangs fails. folder: for its
+    files."""
+    report = Report(folder / "engine.jsonl")
+    command = Nodes(1).torchrun("-m", engine_checks.__name__, str(report.path), dtype, *models)
+    done = run(command, folder / "engine.log", ENGINE_SECONDS, env=env)
+    results, begun = report.read()
+    yield from results
+    if not done.ok:
+        ended = {r.where for r in results if r.check == engine_checks.BETWEEN.name}
+        check = next((c for c in engine_checks.CHECKS if c.name == begun), engine_checks.BUILD)
+        model = next((m for m in models if m not in ended), "")
+        yield result("engine", check.name, False, tail(done, 6), "it ends", check.fix, model)
 
 
 def _nodes() -> tuple[Nodes | None, object]:

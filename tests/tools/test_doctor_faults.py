@@ -1,0 +1,252 @@
+"""Faults in engine and trainer, which a sitecustomize.py puts into the ranks: `doctor` names each, and nothing beside it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import mindspeed_rl_plugin
+from mindspeed_rl_plugin.tools.doctor import doctor, engine_checks, train_checks
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.result import Check, Result, explained, guilty, table
+
+ROOT = Path(mindspeed_rl_plugin.__file__).parents[1]
+# What each fault begins with; `after(module)` decorates a function that changes a module of the package when imported.
+BEGIN = """
+import os
+if "RANK" in os.environ:
+    import functools, time, torch
+    from mindspeed_rl_plugin.host.on_import import after_import
+    rank = int(os.environ["RANK"])
+    def after(name):
+        return lambda change: after_import("mindspeed_rl_plugin." + name, change)
+    def wrap(owner, name, call):
+        real = getattr(owner, name)
+        setattr(owner, name, functools.wraps(real)(lambda *a, **k: call(real, *a, **k)))
+"""
+# fault: (model, code, the check at fault, words of its figure, other checks that fail as well)
+ENGINE = {
+    "healthy": ("dense", "", None, ""),
+    "experts transposed after waking": ("experts", """
+    @after("engine.vllm_memory")
+    def change(m):
+        def woken(real, self, tags):
+            real(self, tags)
+            for name, p in self.model.named_parameters():
+                if "weights" in tags and name.endswith("w13_weight"):
+                    p.data = torch.empty_like(p.data.transpose(1, 2).contiguous()).transpose(1, 2)
+        def made(real, self, worker):
+            real(self, worker)
+            from mindspeed_rl_plugin.engine import vllm_api
+            self.model = vllm_api.model(worker)
+        wrap(m.HostMemory, "__init__", made)
+        wrap(m.HostMemory, "wake_up", woken)
+""", engine_checks.WOKEN, "w13_weight has another shape or stride"),
+    "temperature is not in the log-probs": ("dense", """
+    @after("engine.vllm_api")
+    def change(m):
+        def raw(real, worker):
+            real(worker)
+            worker.model_runner.sampler.logprobs_mode = "raw_logprobs"
+            return True
+        wrap(m, "demand_processed_logprobs", raw)
+""", engine_checks.SAMPLED, "nats"),
+    "a stale prefix cache": ("dense", """
+    @after("engine.vllm_engine")
+    def change(m):
+        wrap(m.VllmEngine, "_forget_prefixes", lambda real, self: None)
+        def built(real, arguments):
+            engine = real(arguments)
+            wrap(engine, "add_request", lambda real, name, prompt, *a: real(name, {**prompt, "cache_salt": "0"}, *a))
+            return engine
+        wrap(m.vllm_api, "build", built)
+""", engine_checks.PREFIX, "nats"),
+    "stale tensors of latent attention": ("latent attention", """
+    @after("engine.vllm_api")
+    def change(m):
+        def built(real, arguments):
+            engine = real(arguments)
+            for holder in m._latent(m.worker(engine)):
+                for name in m.DERIVED:
+                    setattr(holder, name, getattr(holder, name).clone())
+            return engine
+        wrap(m, "build", built)
+        wrap(m, "refresh_derived", lambda real, worker: None)
+""", engine_checks.LATENT, "4 of 4 are stale"),
+    "a tied head that is not written": ("dense", """
+    @after("engine.vllm_api")
+    def change(m):
+        def built(real, arguments):
+            engine = real(arguments)
+            model = m.model(m.worker(engine))
+            own = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+            weight = model.model.embed_tokens.weight
+            import copy
+            model.lm_head = copy.copy(model.lm_head)
+            model.lm_head._parameters = {**model.lm_head._parameters, "weight": own}
+            return engine
+        wrap(m, "build", built)
+        wrap(m, "parameters", lambda real, worker: {n: p for n, p in real(worker).items() if "lm_head" not in n})
+    @after("engine.vllm_memory")
+    def kept(m):
+        wrap(m.HostMemory, "sleep", lambda real, self: None)
+        wrap(m.HostMemory, "wake_up", lambda real, self, tags: None)
+""", engine_checks.NEW, "nats"),
+    "norms of queries and keys are left out": ("dense", """
+    @after("engine.vllm_api")
+    def change(m):
+        def built(real, arguments):
+            engine = real(arguments)
+            for layer in m.model(m.worker(engine)).model.layers:
+                layer.self_attn.q_norm.forward = layer.self_attn.k_norm.forward = lambda x: x
+            return engine
+        wrap(m, "build", built)
+""", engine_checks.LOADED, "nats"),
+    "sleep frees nothing": ("dense", """
+    @after("engine.vllm_memory")
+    def change(m):
+        wrap(m.HostMemory, "sleep", lambda real, self: None)
+        wrap(m.HostMemory, "wake_up", lambda real, self, tags: None)
+""", engine_checks.FREED, "0 MiB"),
+    "a write that does not arrive": ("dense", """
+    @after("layout.layout")
+    def change(m):
+        def shifted(real, self, param, start, size):
+            part = real(self, param, start, size)
+            return part.clone() if "layers.1.mlp.down" in self.name else part
+        wrap(m.Segment, "view", shifted)
+""", engine_checks.WRITTEN, "layers.1.mlp.down"),
+    "new weights in flight are not recorded": ("dense", """
+    @after("engine.vllm_engine")
+    def change(m):
+        wrap(m.Running, "add", lambda real, self, token, logp, version: real(self, token, logp, 0))
+""", engine_checks.BETWEEN, "parts ((0, 0),)"),
+    "the engine does not build": ("dense", """
+    @after("engine.vllm_api")
+    def change(m):
+        def fails(real, arguments):
+            raise RuntimeError("no kernel image is available")
+        wrap(m, "build", fails)
+""", engine_checks.BUILD, "no kernel image is available"),
+}  # fmt: skip
+AFTER_TRANSFER = """
+    @after("weights.resharder")
+    def change(m):
+        def moved(real, self, chunks, parameters, version):
+            {before}
+            transfer = real(self, chunks, parameters, version)
+            {after}
+            return transfer
+        wrap(m.Resharder, "to_engine", moved)
+"""
+TRAINER = {
+    "healthy": ("dense", "", None, ""),
+    "a bucket is lost": ("dense", """
+    @after("weights.transfer")
+    def change(m):
+        wrap(m._Buffers, "finish", lambda real, self: (self.batch.wait(), setattr(self, "arrivals", [])))
+""", train_checks.ARRIVE, ""),
+    "a piece at a wrong offset": ("dense", """
+    @after("weights.transfer")
+    def change(m):
+        wrap(m, "_unpack", lambda real, slot, values: real(slot.roll(1), values))
+""", train_checks.ARRIVE, ""),
+    "NaN in one shard": ("dense", """
+    @after("stages.update")
+    def change(m):
+        def stepped(real, policy, batches, call, **k):
+            out = real(policy, batches, call, **k)
+            if rank == 1:
+                next(call.args[2][0].parameters()).data[3, 3] = float("nan")
+            return out
+        wrap(m, "take_step", stepped)
+""", train_checks.FINITE, "rank 1"),
+    "rope base in the engine's config": ("dense", """
+    @after("engine.vllm_engine")
+    def change(m):
+        wrap(m, "for_engine", lambda real, config: {**real(config), "rope_theta": 100.0})
+""", train_checks.WHERE, "attention of layer 0"),
+    "weights one publication late": ("dense", AFTER_TRANSFER.format(
+        before="old = {n: p.clone() for n, p in parameters.items()}",
+        after="[p.copy_(self.last[n]) for n, p in parameters.items() if version]; self.last = old if False else {n: p.clone() for n, p in parameters.items()} if not version else self.last",
+    ), train_checks.WHERE, "embedding"),
+    "a router bias that is not sent": ("experts", AFTER_TRANSFER.format(
+        before="",
+        after="[p.zero_() for n, p in parameters.items() if n.endswith('e_score_correction_bias')]",
+    ), train_checks.WHERE, "MLP of layer 1"),
+    "scaling in the engine's config": ("latent attention", """
+    @after("engine.vllm_engine")
+    def change(m):
+        def scaled(real, config):
+            config = real(config)
+            name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+            return {**config, name: {**config[name], "mscale_all_dim": 0.2}}
+        wrap(m, "for_engine", scaled)
+""", train_checks.WHERE, "attention of layer 0"),
+    "dropout in the trainer": ("dense", """
+    @after("stages.update")
+    def change(m):
+        def stepped(real, policy, batches, call, **k):
+            for module in call.args[2][0].modules():
+                if hasattr(module, "hidden_dropout"):
+                    module.hidden_dropout = 0.2
+            return real(policy, batches, call, **k)
+        wrap(m, "take_step", stepped)
+""", train_checks.RATIO, "1 +- "),
+    "memory that is not given back": ("dense", """
+    @after("stages.update")
+    def change(m):
+        held = []
+        def stepped(real, *a, **k):
+            held.append(torch.ones(200 << 18))
+            return real(*a, **k)
+        wrap(m, "take_step", stepped)
+""", train_checks.MEMORY, "MiB"),
+    "a resume that forgets the optimizer": ("dense", """
+    @after("loop.run")
+    def change(m):
+        def loaded(real, self, model, optimizer, start):
+            if start.kind == "resume":
+                for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                    for state in part.optimizer.state.values():
+                        state["exp_avg"].zero_()
+            return real(self, model, optimizer, start)
+        wrap(m.Run, "on_checkpoint_loaded", loaded)
+""", train_checks.RESUME, "resumed"),
+}  # fmt: skip
+
+
+def environment(tmp_path: Path, code: str) -> dict[str, str]:
+    (tmp_path / "sitecustomize.py").write_text(BEGIN + code)
+    path = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def check_named(results: list[Result], check: Check | None, words: str) -> None:
+    results = explained(results, doctor.CAUSES)
+    print(table(results))
+    named = guilty(results)
+    assert [r.check for r in named] == ([check.name] if check else []), named
+    assert all(words in r.figure for r in named)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", ENGINE)
+def test_faults_of_the_engine(tmp_path, fault):
+    model, code, check, words = ENGINE[fault]
+    (tmp_path / "work").mkdir()
+    env = environment(tmp_path, code)
+    check_named(list(doctor.engine_results("float32", tmp_path / "work", env, [model])), check, words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", TRAINER)
+def test_faults_of_trainer_and_engine(tmp_path, fault):
+    model, code, check, words = TRAINER[fault]
+    bench = train_checks.TrainBench(
+        Nodes(2), tmp_path, ROOT / "examples" / "pretrain_gpt.py", environment(tmp_path, code)
+    )
+    axis = train_checks.LAYOUTS[model][0]
+    check_named(list(train_checks.check_model(model, axis, bench, bench.prepare(), full=False)), check, words)
