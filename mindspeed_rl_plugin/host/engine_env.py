@@ -49,8 +49,7 @@ def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
             raise ValueError(f"{name}={given} cannot be used for rollouts: {why}; set it to {value} or unset it")
     for name, value in {**DEFAULTS, **{"cpu": DEFAULTS_CPU, "cuda": DEFAULTS_CUDA}.get(kind, {})}.items():
         os.environ.setdefault(name, value)
-    given = expandable_segments(kind) if sleep_mode else ""
-    if given and not (kind == "cuda" and vllm_version() >= CUDA_POOLS_FIXED):
+    if sleep_mode and (given := segments_without_sleep(kind)):
         raise ValueError(
             f"{given}: expandable segments cannot be used with the engine's sleep mode; remove "
             "expandable_segments:True from the launch script"
@@ -67,6 +66,12 @@ def expandable_segments(kind: str) -> str:
     """The setting NAME=VALUE that turns expandable segments on; empty if they are off."""
     given = (f"{name}={os.environ.get(name, '')}" for name in ALLOCATOR_SETTINGS.get(kind, ()))
     return next((text for text in given if "expandable_segments:True" in text.replace(" ", "")), "")
+
+
+def segments_without_sleep(kind: str) -> str:
+    """`expandable_segments` if the installed engine's sleep mode does not work with them, else ""."""
+    given = expandable_segments(kind)
+    return "" if given and kind == "cuda" and vllm_version() >= CUDA_POOLS_FIXED else given
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GB = 1e9
+HOST_GB_PER_SECOND = 25.0  # default of --host
 RUN_DEFAULT = "tp1"  # engines of a run without --rl-generate-tp and --rl-generate-ep
 
 
@@ -72,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--node", type=int, help="ranks per node (default: the script's, else 8)")
     add("--near", type=float, default=50.0, help="GB/s between ranks of a node (default: 50)")
     add("--far", type=float, default=100.0, help="GB/s from a node to all others (default: 100; arXiv 2507.19017: 0.3)")
-    add("--host", type=float, default=25.0, help="GB/s from a device to its host (default: 25; arXiv 2507.19017: 50)")
+    of_host = "GB/s from a device to its host (default: 25; arXiv 2507.19017: 50)"
+    add("--host", type=float, default=HOST_GB_PER_SECOND, help=of_host)
     add("--device-gb", type=float, default=64.0, help="GB of memory per device (default: 64)")
     add("--bucket-mb", type=int, help="--rl-reshard-bucket-mb, in MiB (default: the script's, else 256)")
     add("--weight-bytes", type=int, choices=(2, 4), help="bytes of a weight (default: the script's, else 2)")

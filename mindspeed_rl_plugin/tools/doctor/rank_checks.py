@@ -1,0 +1,142 @@
+"""The program of one rank of `doctor`, and `run`, which starts it on the ranks of this machine. A rank writes a line
+before each check and a line for each result to the file rank-N.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.device.device import Device, get_device
+from mindspeed_rl_plugin.environment import environment_apart, flush_output, launch_env
+from mindspeed_rl_plugin.generators.launcher_ranks import init_group, store
+from mindspeed_rl_plugin.processes import began
+from mindspeed_rl_plugin.ranks import gather_all, wait_at_most
+from mindspeed_rl_plugin.tools.doctor.links import COLLECTIVES, PAIRS, SPEED, link_checks
+from mindspeed_rl_plugin.tools.doctor.machine import HELD, OWN_DEVICE, device_checks
+from mindspeed_rl_plugin.tools.doctor.memory_checks import AGAIN, BANDWIDTH, COPIES, memory_checks
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, PASS, Result
+from mindspeed_rl_plugin.tools.rehearse.capture import run as run_command
+
+START = "start of the ranks"
+DIED, HUNG, RAISED, WAITED = "died", "hung", "raised", "waited"  # first words of figures
+GRACE_SECONDS = 3.0  # for the results of the other ranks; then this rank ends, and torchrun ends them
+ANSWER, READ = "an answer in time", "read this rank's lines in the output of the ranks"
+_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)", re.DOTALL)  # in torchrun's last lines
+# check -> checks whose failure explains that it fails, for `explained`
+CAUSES: dict[str, Sequence[str]] = {name: (OWN_DEVICE, HELD) for name in (SPEED, AGAIN, *COPIES, BANDWIDTH)}
+CAUSES |= {PAIRS: (OWN_DEVICE, HELD, SPEED), **{name: (OWN_DEVICE, HELD, SPEED, PAIRS) for name in COLLECTIVES}}
+
+
+def main(folder: str, deadline: str) -> int:
+    """Run the checks of this rank. Returns 1 if one between ranks raised an error: they may not be in step then."""
+    faulthandler.dump_traceback_later(float(deadline), exit=True)  # also if the caller was killed
+    with open(Path(folder, f"rank-{launch_env()['rank']}.jsonl"), "w", buffering=1) as file:
+        for part, name, call in _steps(get_device(), float(deadline) / 5):
+            me = {"process": os.getpid(), "since": began(os.getpid())}
+            print(json.dumps({"begins": name, "part": part, "at": time.time(), **me}), file=file)
+            raised = False
+            try:
+                found = call()
+            except (RuntimeError, ValueError, OSError, MemoryError) as error:
+                how, raised = WAITED if isinstance(error, TimeoutError | ConnectionError) else RAISED, True
+                text = f"{how}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                found = Result(part, name, FAIL, text, ANSWER, READ)
+            for one in found if isinstance(found, list) else [found]:
+                print(json.dumps({"at": time.time(), "result": asdict(one)}), file=file)
+            if raised and part == "links":
+                time.sleep(GRACE_SECONDS)
+                return 1
+    return 0
+
+
+def _steps(device: Device, limit: float) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """(part, check, function) of each check. limit: seconds of each wait."""
+
+    def start() -> Result:
+        wait_at_most(limit)
+        init_group(store(), timedelta(seconds=limit))
+        return Result("links", START, PASS)
+
+    yield "links", START, start
+    yield "machine", OWN_DEVICE, lambda: device_checks(device, launch_env()["local_rank"], gather_all)
+    yield from (("memory", *row) for row in memory_checks(device).items())
+    yield from (("links", *row) for row in link_checks(device, limit).items())
+
+
+def run(nodes: Nodes, folder: Path, deadline: float) -> list[Result]:
+    """Results of the ranks of this machine; afterwards none of them runs. deadline: in seconds; folder: for the files
+    of ranks and torchrun, one for each call."""
+    environment, first, lines = environment_apart() | {"TMPDIR": str(folder)}, time.time(), {}
+    try:
+        command = nodes.torchrun("-m", __name__, str(folder), str(deadline))
+        done = run_command(command, folder / "ranks.log", deadline, env=environment)
+    finally:
+        for rank in range(nodes.index * nodes.ranks, (nodes.index + 1) * nodes.ranks):
+            lines[rank] = [{"begins": START, "part": "links", "at": first}]
+            with contextlib.suppress(OSError, ValueError), open(folder / f"rank-{rank}.jsonl") as file:
+                lines[rank] += map(json.loads, file)
+            with contextlib.suppress(KeyError, IndexError, ProcessLookupError):  # it wrote nothing; it has ended
+                if began(lines[rank][1]["process"]) == lines[rank][1]["since"]:
+                    os.kill(lines[rank][1]["process"], signal.SIGKILL)
+    found = [(rank, line) for rank, mine in lines.items() for line in mine if "result" in line]
+    found = [(rank, Result(**line["result"])) for rank, line in sorted(found, key=lambda pair: pair[1]["at"])]
+    status = {int(rank): code for rank, code in _STATUS.findall("\n".join(done.lines))}
+    return merge([*found, *_unfinished({rank: mine[-1] for rank, mine in lines.items()}, status, done.code is None)])
+
+
+def _unfinished(last: dict[int, dict[str, Any]], status: dict[int, str], late: bool) -> Iterator[tuple[int, Result]]:
+    """Failures of the ranks that died or hung in a check. last: line of each rank; status: exit status of ranks;
+    late: whether the deadline ended all. torchrun ends the others by SIGTERM (-15) when one has died or has failed."""
+    inside = {rank: line for rank, line in last.items() if "begins" in line}
+    died = {rank for rank in inside if status.get(rank, "-15") != "-15"}
+    raised = [line for line in last.values() if line.get("result", {}).get("figure", "").startswith(RAISED)]
+    for rank in died or ({} if raised else inside):
+        line, code = inside[rank], status.get(rank)
+        how = f"{DIED} with exit status {code}" if rank in died else HUNG
+        figure = f"{how} after {time.time() - line['at']:.0f} s"
+        yield rank, Result(line["part"], line["begins"], FAIL, figure, ANSWER, READ)
+
+
+def merge(found: Iterable[tuple[int | None, Result]]) -> list[Result]:
+    """One result for each check and place, with the figure of the worst rank, and with all ranks that fail. A rank that
+    only waited is left out if another one died, hung or raised an error. rank None: the result names ranks itself."""
+    groups: dict[tuple[str, str, str], list[tuple[int | None, Result]]] = {}
+    found = list(found)
+    known = any(r.verdict == FAIL and r.figure.startswith((DIED, HUNG, RAISED, "rank")) for _, r in found)
+    for rank, r in found:
+        if not (known and r.figure.startswith(WAITED)):
+            groups.setdefault((r.part, r.check, r.where), []).append((rank, r))
+    return [_worst(group) for group in groups.values()]
+
+
+def _worst(group: list[tuple[int | None, Result]]) -> Result:
+    some = [(rank, r) for rank, r in group if r.verdict == FAIL] or group
+    ranks = sorted({rank for rank, _ in some if rank is not None})
+    worst = max((r for _, r in some), key=_badness)
+    if worst.verdict != FAIL or not ranks or len(group) > 1 and all(r == worst for _, r in group):
+        return worst
+    return replace(worst, figure=f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {worst.figure}")
+
+
+def _badness(r: Result) -> float:
+    """The number in front of a figure; negative if it should be large."""
+    number = re.match(r"\d+(\.\d+)?", r.figure)
+    return float(number[0]) * (-1 if r.limit.startswith("at least") else 1) if number else 0.0
+
+
+if __name__ == "__main__":
+    status = main(*sys.argv[1:])
+    flush_output()
+    os._exit(status)  # threads of communication libraries may hang at the end of the interpreter
