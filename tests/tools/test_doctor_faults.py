@@ -1,4 +1,4 @@
-"""Faults in engine and trainer, which a sitecustomize.py puts into the ranks: `doctor` names each, and nothing beside it."""
+"""Faults in engine and trainer, put into the ranks by a sitecustomize.py: `doctor` names each, and nothing else."""
 
 import os
 from pathlib import Path
@@ -129,16 +129,6 @@ ENGINE = {
         wrap(m, "build", fails)
 """, engine_checks.BUILD, "no kernel image is available"),
 }  # fmt: skip
-AFTER_TRANSFER = """
-    @after("weights.resharder")
-    def change(m):
-        def moved(real, self, chunks, parameters, version):
-            {before}
-            transfer = real(self, chunks, parameters, version)
-            {after}
-            return transfer
-        wrap(m.Resharder, "to_engine", moved)
-"""
 TRAINER = {
     "healthy": ("dense", "", None, ""),
     "a bucket is lost": ("dense", """
@@ -166,14 +156,28 @@ TRAINER = {
     def change(m):
         wrap(m, "for_engine", lambda real, config: {**real(config), "rope_theta": 100.0})
 """, train_checks.WHERE, "attention of layer 0"),
-    "weights one publication late": ("dense", AFTER_TRANSFER.format(
-        before="old = {n: p.clone() for n, p in parameters.items()}",
-        after="[p.copy_(self.last[n]) for n, p in parameters.items() if version]; self.last = old if False else {n: p.clone() for n, p in parameters.items()} if not version else self.last",
-    ), train_checks.WHERE, "embedding"),
-    "a router bias that is not sent": ("experts", AFTER_TRANSFER.format(
-        before="",
-        after="[p.zero_() for n, p in parameters.items() if n.endswith('e_score_correction_bias')]",
-    ), train_checks.WHERE, "MLP of layer 1"),
+    "weights one publication late": ("dense", """
+    @after("weights.resharder")
+    def change(m):
+        last = {}
+        def moved(real, self, chunks, parameters, version):
+            transfer = real(self, chunks, parameters, version)
+            for name, p in parameters.items():
+                new = p.clone()
+                p.copy_(last.get(name, new))
+                last[name] = new
+            return transfer
+        wrap(m.Resharder, "to_engine", moved)
+""", train_checks.WHERE, "embedding"),
+    "a router bias that is not sent": ("experts", """
+    @after("weights.resharder")
+    def change(m):
+        def moved(real, self, chunks, parameters, version):
+            transfer = real(self, chunks, parameters, version)
+            [p.zero_() for n, p in parameters.items() if n.endswith("e_score_correction_bias")]
+            return transfer
+        wrap(m.Resharder, "to_engine", moved)
+""", train_checks.WHERE, "MLP of layer 1"),
     "scaling in the engine's config": ("latent attention", """
     @after("engine.vllm_engine")
     def change(m):
