@@ -50,7 +50,7 @@ class Client:
     """Connects a process that is not a rank of the job. For one thread; each further thread makes its own `Client`.
 
     address: HOST:PORT or unix:NAME.
-    secret: of the job, or path of a file with it, of mode 600.
+    secret: the job's secret (bytes), or the path of a file with it (mode 600).
     lease_seconds: how long rows of `take` are reserved. After this time they are given to another engine too, and the
     first response counts.
 
@@ -170,7 +170,7 @@ class Client:
         several versions sampled a response, "segments" `[S, 2]` instead of "version": (its first token in the response,
         version) of each part. "finish" `[B]`: 0 if an end token or string ended the response, 1 if the limit did;
         default: by the last token. Raises ValueError for invalid rows, or rows that were not taken. Rows are written in
-        parts: those of one `take`, rollout and machine, at most 64 MiB of cells. Of a part with an error nothing is
+        parts: each has rows of one `take`, rollout and machine, at most 64 MiB. Of a part with an error nothing is
         written; all given rows of its `take` stay taken: give them again, or `release` them. Earlier parts are written.
         """
         given = from_tensordict(rows)
@@ -204,11 +204,11 @@ class Client:
         """Offer prompts for the next rollouts, which take them before those of --rl-prompt-data. A row has the fields
         of a row of the data: prompt (a string, or messages), answer and others, all of types that JSON has.
 
-        Returns a number below 0 for each row: "row" in the column `meta` of its responses. The job accepts all rows or
-        none. It accepts none while too many offered rows wait (rollouts take them when weights are published), or until
-        it has read its checkpoint: then this waits, and raises TimeoutError after `deadline` seconds. Raises ValueError
-        for rows that would be wrong in the data too, for a prompt that is too long, for rows of more than four rollouts
-        in one call, and for a job with --rl-async-order strict.
+        Returns a number below 0 for each row: "row" in the column `meta` of the row's responses. The job accepts all
+        rows or none. It accepts none until it has read its checkpoint, and while too many offered rows wait (rollouts
+        take them when weights are published): then this call waits, and raises TimeoutError after `deadline` seconds.
+        Raises ValueError for rows that would be wrong in the data too, for a prompt that is too long, for rows of more
+        than four rollouts in one call, and for a job with --rl-async-order strict.
         """
         if self._job.strict:
             raise ValueError(
@@ -240,8 +240,9 @@ class Client:
     def weights(
         self, version: int | None = None, names: Sequence[str] | None = None, deadline: float = 600.0
     ) -> tuple[int, dict[str, Tensor]]:
-        """A version (None: the newest), and its complete tensors by Hugging Face names, on the host, in the engine's
-        dtype (--rl-engine-dtype): all tensors, or those in `names`. Waits at most `deadline` seconds for the version.
+        """The version that was read (`version`; None: the newest), and its complete tensors by Hugging Face names, on
+        the host, in the engine's dtype (--rl-engine-dtype): all tensors, or those in `names`. Waits at most
+        `deadline` seconds for the version.
 
         Raises `mindspeed_rl_plugin.dock.Gone` for a version that newer weights have overwritten.
         """

@@ -25,7 +25,7 @@ class Algorithm(AlgorithmConfig):
     settings."""
 
     bounds: Bounds = Bounds()  # of the policy loss: from the flags, else the defaults of this loss
-    # if `overlong_buffer` is None: fraction of the response limit over which the length penalty rises
+    # if `overlong_buffer` is None: the length penalty rises over this last fraction of the response limit
     overlong_share: float = 0.0
     # whether old log-probs are a column; if not, the update uses its own log-probs, detached, instead
     old_logps: bool = True

@@ -1,8 +1,9 @@
-"""Off-policy corrections: weights of tokens sampled by an older policy, or by an engine that rounds differently.
+"""Off-policy corrections: loss factors of tokens sampled by an older policy, or by an engine that rounds differently.
 
 The rollout engine sampled tokens under `logp_rollout`. The trainer computed `logp_old` with the weights at the start of
 the update. The policy loss is multiplied by an importance weight (level "token": `exp(logp_old - logp_rollout)`),
-bounded and without gradient. A token of weight 0 still counts in the divisors, fixed beforehand (see `aggregate`).
+bounded and without gradient. A token of weight 0 still counts in the divisors, which are
+fixed beforehand (see `aggregate`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ def importance_weights(logp_old: Tensor, logp_rollout: Tensor, sequence: Tensor,
 
     logp_old, logp_rollout: `[T]`; tokens of one response may come from several versions of the engine's weights.
     sequence: `[T]` int64, row of each token, below `sequences`. level: "token", `exp(logp_old - logp_rollout)`;
-    "sequence", each token gets the product of these ratios over its response; "geometric", it gets their geometric
-    mean, which does not grow with the length. Logarithms are clamped to +-20. Returns `[T]`, detached. Source:
+    "sequence", each token gets the product of these ratios over its response; "geometric", each token gets the
+    geometric mean of these ratios, which does not grow with the length. Logarithms are clamped to +-20. Returns
+    `[T]`, detached. Sources:
     token level: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025;
     sequence level: ordinary importance sampling, R. Sutton, A. Barto, "Reinforcement learning", 2018, section 5.5;
     geometric: verl's rollout correction (`seq_mean_k1`), AReaL's behaviour weight at its level "sequence".
@@ -53,8 +55,8 @@ def mask(weights: Tensor, low: float, high: float) -> Tensor:
 def decoupled(weights: Tensor, low: float, high: float) -> Tensor:
     """Decoupled PPO: the importance weight, or 0 if it is outside the bounds; it multiplies PPO's loss.
 
-    PPO's ratio and clip use `logp_old`, the proximal policy (that at the start of the update). Source: J. Hilton et
-    al., arXiv 2110.00641; AReaL, arXiv 2505.24298, mode `token_mask` with its default cap of 5.
+    PPO's ratio and clip use `logp_old`, of the proximal policy (the policy when the update starts). Source: J. Hilton
+    et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, mode `token_mask` with its default cap of 5.
     """
     return mask(weights, low, high)
 

@@ -2,7 +2,7 @@
 
 Every estimator takes a `RewardBatch` and the flags. It returns `[B]` (the same advantage on every trained token of a
 sample) or a `Ragged` with an entry per token. Rows of a group are found by the group's id, never by their position, so
-groups may be left out, and rows be in any order. Sums are in float64, so that order does not change float32 results.
+groups may be missing and rows may be in any order. Sums are in float64, so that order does not change float32 results.
 """
 
 from __future__ import annotations
@@ -107,8 +107,9 @@ def gae(batch: RewardBatch, config: AlgorithmConfig) -> Ragged:
     """PPO: `delta_t = rho_t + gamma * V_{t+1} - V_t`, `A_t = delta_t + gamma * lambda * A_{t+1}`.
 
     Needs `loss_mask` and `values`; rho: `token_rewards`. Masked tokens are skipped: t + 1 is the next trained token;
-    after the last one V is 0. Returns ragged `[L]` float64, 0 on masked tokens. `returns` takes it as it is; for the
-    policy loss it is whitened over the rollout. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347, Eq. 11.
+    after the last one V is 0. Returns ragged `[L]` float64, 0 on masked tokens. `returns` takes this result; for the
+    policy loss the result is whitened over the rollout. Source: GAE, arXiv 1506.02438, Eq. 16; PPO, arXiv 1707.06347,
+    Eq. 11.
     """
     trained = batch.loss_mask.values.bool()
     rows = rows_of(batch.loss_mask)[trained]
@@ -158,7 +159,7 @@ class _GroupOutcomes:
         names, self.member = batch.groups.unique(return_inverse=True)
         self.count = torch.bincount(self.member, minlength=names.numel()).double()
         centred = outcome - (self.sum(outcome) / self.count)[self.member]
-        # Exactly 0 for equal R: by rounding their mean may differ from them, and a small eps would magnify this.
+        # For equal R exactly 0: the rounded mean may differ from R, and division by a small eps would magnify this.
         self.centred = torch.where(all_equal(outcome, self.member, names.numel())[self.member], 0.0, centred)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """KL of the policy to the frozen reference, estimated from the log-probs of sampled tokens.
 
-With `x = logp_ref - logp`, all estimate KL(policy || reference): k1 and k3 without bias, k2 with a small bias. As terms
-of a loss their mean gradients differ: that of k1 is zero, that of k3 is the gradient of KL(reference || policy), and
-that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value of k3 and the gradient of k2.
+With `x = logp_ref - logp`, all estimate KL(policy || reference): k1 and k3 without bias (if no value is clamped), k2
+with a small bias. As terms of a loss their mean gradients differ: that of k1 is zero, that of k3 is the gradient of
+KL(reference || policy), and that of k2 is the gradient of KL(policy || reference). `k3-unbiased` has the value of k3
+and the gradient of k2.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def gspo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
     sums = gap.new_zeros(tokens.sequences).index_add_(0, tokens.sequence, gap)
     counts = torch.bincount(tokens.sequence, minlength=tokens.sequences).clamp(min=1)
     mean = (sums / counts)[tokens.sequence]
-    # The bracket is exactly 0. Without it, mean + logp would round off digits that bounds of 3e-4 need.
+    # The value in brackets is exactly 0. Without brackets, mean + logp would round off digits that bounds of 3e-4 need.
     log_ratio = (mean + (tokens.logp - tokens.logp.detach())).clamp(max=LOG_SEQUENCE_RATIO_LIMIT)
     return _clipped(log_ratio.exp(), tokens.advantages, bounds)
 
@@ -95,7 +95,7 @@ def sapo(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
 
 
 def reinforce(tokens: TrainedTokens, bounds: Bounds) -> PolicyTerms:
-    """Policy gradient: `-A * sg(r) * logp`. In the first step on a rollout r is 1; it keeps later steps unbiased.
+    """Policy gradient: `-A * sg(r) * logp`. r is 1 in the first step on a rollout, and keeps later steps unbiased.
 
     Source: R. Williams, 1992; RLOO, arXiv 2402.14740.
     """

@@ -59,7 +59,7 @@ def learns_from_pairs(name: str | None) -> bool:
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
-    """The preset, with the parts and values that flags give instead, checked.
+    """The checked algorithm: the preset, in which given flags replace parts and values.
 
     Default bounds are those of the loss that is used, even if the preset has another loss. Raises ValueError for an
     unknown name (listing the known ones), for a value outside its limits, and for flags that contradict each other.
@@ -110,7 +110,7 @@ def _bounds(config: AlgorithmConfig, loss: str) -> Bounds:
 
 
 def _check_together(algorithm: Algorithm) -> None:
-    """Check flags that contradict each other."""
+    """Raise ValueError for flags that contradict each other."""
     low, high = algorithm.correction_low, algorithm.correction_high
     if not (0.0 <= low <= 1.0 <= high and low < high):
         raise ValueError(

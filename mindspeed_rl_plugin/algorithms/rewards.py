@@ -11,8 +11,8 @@ from mindspeed_rl_plugin.rows import Ragged
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
     """Soft overlong punishment: 0 up to `limit - buffer` tokens, then falling to `-factor` at `limit`.
 
-    `min(0, -min(len - (L - B), B) / B * f)`, to be added to the reward. lengths: `[B]` response tokens; limit: L, most
-    tokens of a response; buffer: B, in tokens, 0: no penalty; factor: f. Returns `[B]` float64.
+    `min(0, -min(len - (L - B), B) / B * f)`, to be added to the reward. lengths: `[B]` response tokens; limit: L, the
+    largest number of tokens of a response; buffer: B, in tokens, 0: no penalty; factor: f. Returns `[B]` float64.
     Source: DAPO, arXiv 2503.14476, Eq. 13 (L 20480, B 4096, f 1).
     """
     lengths = lengths.double()

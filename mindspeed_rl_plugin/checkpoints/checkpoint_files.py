@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.monitor.run_files import atomic_write, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE_FILE = "rl_state.pt"
-STATE_FORMAT, _DOCK_FILE_FORMAT = 1, 2  # 1 is written; some older versions wrote 2: the dock's rows in another file
+STATE_FORMAT, _DOCK_FILE_FORMAT = 1, 2  # we write 1; some older versions wrote 2, with the dock's rows in another file
 CRITIC = "critic"  # folder of PPO's critic inside an iteration folder
 CRITIC_MARK = "rl_value_head"  # empty file in an iteration folder: the output layer of this checkpoint is a value head
 
@@ -27,7 +27,7 @@ def read_tracker(directory: str | None) -> int | str | None:
     """Iteration that the tracker file names, "release", or None when there is no checkpoint.
 
     If the tracker file is empty (Megatron was killed while it wrote the file), returns the newest complete checkpoint
-    and prints a line. Raises ValueError if no checkpoint is complete, or if the file contains something else.
+    and prints a line, or raises ValueError if none is complete. Raises ValueError for a file with other text.
     """
     if directory is None:
         return None
@@ -60,8 +60,8 @@ def is_empty(directory: str) -> bool:
 
 @functools.cache
 def _newest_complete(directory: str) -> int:
-    """The newest complete checkpoint. Megatron opens the tracker file after all ranks have written their files; so one
-    of these can be truncated only if its machine failed before the data was on disk."""
+    """The newest complete checkpoint. Megatron opens the tracker file after all ranks have written their files, so a
+    rank's file can be truncated only if its machine failed before the data was on disk."""
     folders = sorted(path for path in Path(directory).glob("iter_*") if path.name.removeprefix("iter_").isdigit())
     newest = next((path for path in reversed(folders) if _is_complete(path)), None)
     if newest is None:
@@ -117,7 +117,7 @@ def has_state(directory: str, iteration: int | str) -> bool:
 
 def write_state(directory: str, iteration: int, state: dict[str, Any]) -> None:
     """Write the RL state of one checkpoint atomically; it is on disk when this returns."""
-    import torch  # not at the top: early.py imports this file before torch
+    import torch  # not at the top, since the import takes seconds
 
     folder = iteration_dir(directory, iteration)
     os.makedirs(folder, exist_ok=True)

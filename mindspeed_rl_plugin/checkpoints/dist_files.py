@@ -4,7 +4,7 @@ A box is a part of a tensor: a range on each axis.
 
 FOLDER/.metadata          the index. Of every tensor: its complete shape, its boxes, and the file of each box
 FOLDER/__0_0.distcp       the boxes that rank 0 wrote, one after the other, each as torch.save writes it
-FOLDER/common.pt          arguments and counters; from core 0.19 on an entry `common_state/...` of the .distcp files
+FOLDER/common.pt          arguments and counters; since core 0.19 these are an entry `common_state/...` of .distcp files
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DistFiles:
         return (folder / DCP_INDEX).is_file()
 
     def are_whole(self) -> bool:
-        """Whether no file is missing, or shorter than the index says."""
+        """Whether every file exists, with at least the size that the index says."""
         ends: dict[str, int] = {}
         for where in self._index.storage_data.values():
             ends[where.relative_path] = max(ends.get(where.relative_path, 0), where.offset + where.length)
@@ -85,7 +85,7 @@ class DistFiles:
     @cached_property
     def _boxes(self) -> dict[str, dict[tuple[int, int], list[Any]]]:
         """Stored boxes of each tensor, by start and stop on its first axis (often the layer): a tensor of experts has
-        tens of thousands of boxes, but few of one layer."""
+        tens of thousands of boxes, but only few for each layer."""
         out: dict[str, dict[tuple[int, int], list[Any]]] = {}
         for name in self.tensors():
             sizes = {tuple(c.offsets): tuple(c.sizes) for c in self._index.state_dict_metadata[name].chunks}

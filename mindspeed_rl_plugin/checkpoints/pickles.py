@@ -1,4 +1,4 @@
-"""Reads a file of torch.save without running code that it names: only tensors and plain values.
+"""Reads only tensors and plain values from a file of torch.save, and runs no code that the file names.
 
 A Megatron checkpoint also has objects of Megatron's own classes (enums among its arguments, states of random
 generators). No caller needs these, and Megatron need not be installed: an inert object replaces each object whose

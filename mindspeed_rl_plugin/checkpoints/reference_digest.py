@@ -11,7 +11,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import CRITIC, STATE_FILE
 from mindspeed_rl_plugin.ranks import combine_hashes, gather_all, rank_of_job
 
-# Starts of names of files that are not in the digest: they have no weights that Megatron loads, and may be deleted.
+# Prefixes of file names. The digest omits these files: they have no weights that Megatron loads, and may be deleted.
 _NOT_WEIGHTS = (STATE_FILE, "rl_dock", "distrib_optim", "layer_wise_optimizer")
 _CHUNK = 16 << 20  # bytes
 

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.checkpoints import pickles
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 from mindspeed_rl_plugin.config.flag import spelt
 
-# Arguments that must be equal if checkpoint and run have them; _LAYOUT only if each rank reads its own file.
+# Arguments that must be equal if both checkpoint and run have them; _LAYOUT only if each rank reads its own file.
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "num_experts"),
@@ -21,8 +21,8 @@ _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
 def other_sizes(folder: Path, args: Any) -> Iterator[str]:
-    """Each argument of the model (and of the layout, if each rank reads its own file), and the format, in which an
-    iteration folder differs from this run, with both values."""
+    """A line with both values for each difference of an iteration folder from this run: arguments of the model, the
+    format, and (if each rank reads its own file) arguments of the layout."""
     ranks = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
     # With --ckpt-format torch Megatron loads no distributed checkpoint, even with --auto-detect-ckpt-format.
     if not ranks and getattr(args, "ckpt_format", None) == "torch":
@@ -35,9 +35,9 @@ def other_sizes(folder: Path, args: Any) -> Iterator[str]:
 
 
 def other_layout(folder: Path, args: Any) -> Iterator[str]:
-    """Each layout argument in which a distributed checkpoint differs from this run, which resumes from it. Nothing if
-    the checkpoint has no optimizer state, or one that can be resharded: that of an optimizer that is not distributed,
-    or saved with --dist-ckpt-optim-fully-reshardable (in core 0.12: --ckpt-fully-parallel-save). Source:
+    """A line for each layout argument in which a distributed checkpoint differs from this run, which resumes from it.
+    No line if the checkpoint has no optimizer state, or if this state can be resharded: the optimizer is not
+    distributed, or --dist-ckpt-optim-fully-reshardable was given (in core 0.12: --ckpt-fully-parallel-save). Source:
     _build_sharded_state_dict_metadata of megatron/training/checkpointing.py.
     """
     saved = _common_args(folder)
@@ -78,7 +78,7 @@ def check_rows(folder: str, vocab: int) -> None:
 
 @cache
 def _common_args(folder: Path) -> Any:
-    """Arguments of a distributed checkpoint. Cached, since the index that must be read, with all boxes, is large."""
+    """Arguments of a distributed checkpoint. Cached, since this reads the checkpoint's index, which is large."""
     return DistFiles(folder).common().get("args")
 
 

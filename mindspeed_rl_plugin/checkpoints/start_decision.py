@@ -26,7 +26,7 @@ def decide(args: Any) -> Start:
     """Look at `--save`, `--load` and `--pretrained-checkpoint`, and say where to start. Reads files, changes nothing.
 
     If MindSpeed-LLM converts --load, the start is the checkpoint that the conversion will write. In the result
-    `reference_digest` is None, and for "resume" `reference_path`, too: the RL state, which is read later, has both.
+    `reference_digest` is None; for "resume" `reference_path` is None too. The RL state, read later, has both.
     Raises ValueError if --save holds a checkpoint without RL state, and if a given --load holds no checkpoint.
     """
     saved = files.read_tracker(args.save)

@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 
 ALGORITHM = "--rl-algorithm"
 CLOSE_MATCH = 0.75  # least similarity, by `difflib`, of a misspelt flag to one of our flags
-CHECKED_BYTES = 16 << 20  # most bytes of all prompt files that are read here; the others are read later
+CHECKED_BYTES = 16 << 20  # largest total size of the prompt files that are read here; others are read later
 OURS = re.compile(r"\brl_[a-z]")  # one of our flags as an attribute in Python
 # Imports make two million permanent objects and few cycles. With Python's thresholds the garbage collector would take a
 # sixth of the time to the first iteration (benchmarks/startup.py).
@@ -175,7 +175,7 @@ def _reads(config: RLConfig) -> bool:
 
 
 def _may_make(path: str) -> bool:
-    """Whether the script's text has the file's name at the end of a quoted text: then it may write the file first."""
+    """Whether the script's text has the file's name at the end of a quoted text: then it may write this file."""
     name = re.escape(os.path.basename(path.rstrip("/")))
     return bool(name) and re.search(rf"""["'/]{name}/?["']""", _text(Path(sys.argv[0]))) is not None
 

@@ -42,8 +42,9 @@ def notes(config: RLConfig) -> Iterator[str]:
     if environment and ENVIRONMENT not in named:
         own = any(name not in BUILTIN and not name.startswith(MODEL_PREFIX) for name in named)
         yield (
-            f"--rl-reward {' '.join(config.graders)} lacks the reward of --rl-environment {environment}, so this "
-            f"reward trains nothing{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
+            f"--rl-reward {' '.join(config.graders)} lacks the reward of --rl-environment {environment}, so the "
+            "environment's reward trains nothing"
+            f"{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
             f"{ENVIRONMENT} to --rl-reward, or {ENVIRONMENT}=0 to only log it"
         )
 
@@ -98,7 +99,7 @@ def _format(config: RLConfig) -> Iterator[str]:
     elif flags.observation == "raw" and chat:
         yield (
             "--rl-observation raw with --rl-apply-chat-template: prompts would be in the chat template, and "
-            "observations not; remove one of them"
+            "observations not; remove one of the two flags"
         )
     elif not chat and flags.tools and flags.tool_parser == "auto":
         yield (

@@ -54,8 +54,8 @@ def check_args(args: Any) -> None:
 
 def check_unvalidated(args: Any) -> None:
     """The checks before Megatron's validation: the model's family (not for dpo), flags that were taken over too late,
-    MindSpeed-LLM's conversion of weights, and whether sizes and batch divide. Raises ValueError; if something does not
-    divide, it also lists all other problems that can be found before the validation."""
+    MindSpeed-LLM's conversion of weights, and whether ranks, sizes and batch are the multiples that they must be.
+    Raises ValueError; for a wrong multiple it also lists all other problems that can be found before the validation."""
     config = RLConfig.from_args(args)
     if not learns_from_pairs(config.algorithm.algorithm) and (problem := unbuilt_family(args)):
         raise Refusal.of_arguments([problem])

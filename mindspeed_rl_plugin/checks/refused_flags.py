@@ -12,7 +12,8 @@ from typing import Any
 from mindspeed_rl_plugin.config.flag import spelt
 
 # Scopes: when a flag is refused. RUN: in every RL run; WHOLE: for every model that RL trains or exports; MODEL: for a
-# model of the engine; MOE, LATENT: if it has experts, or latent attention; ROUTING: as MOE, but in `engine.hf_moe`.
+# model of the engine; MOE: if it has experts; LATENT: if it has latent attention; ROUTING: as MOE, but `engine.hf_moe`
+# refuses the flag.
 RUN, WHOLE, MODEL, MOE, LATENT, ROUTING = "run", "whole", "model", "experts", "latent", "routing"
 
 OFF = (False, None, 0, "", [], ())
@@ -63,7 +64,7 @@ def model_refusals(args: Any) -> list[str]:
 
 
 def _rows(about: str, *groups: tuple) -> list[UpstreamFlag]:
-    """Rows of a scope. groups: (reason, names of attributes, accepted values); accepted values may be missing: OFF."""
+    """Rows of a scope. groups: (reason, names of attributes, accepted values; if these are not given: OFF)."""
     return [UpstreamFlag(name, why, *fine, about=about) for why, names, *fine in groups for name in names.split()]
 
 

@@ -28,8 +28,8 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     going_on = "--rl-inflight recompute" if flags.apart and flags.inflight == "recompute" else going_on
     if config.rollout.stop and going_on:
         yield (
-            f"--rl-stop with {going_on}: a stop string that begins with old weights and ends with new ones would not "
-            f"be found; give --rl-stop-token-ids instead of --rl-stop, or remove {going_on}"
+            f"--rl-stop with {going_on}: a stop string that is sampled partly by old and partly by new weights "
+            f"would not be found; give --rl-stop-token-ids instead of --rl-stop, or remove {going_on}"
         )
     if flags.apart:
         yield from _apart(config)
@@ -67,7 +67,10 @@ def _partial(config: RLConfig) -> Iterator[str]:
             "--rl-carry-unfinished (the next rollout continues them), or --rl-oversample-drop (they are dropped)"
         )
     elif flags.partial and flags.oversample == 1:
-        yield "--rl-oversample 1: all prompts are needed, so none remains; give more, such as 1.25, or remove the flag"
+        yield (
+            "--rl-oversample 1: all prompts are needed, so none would be unfinished; give more, such as 1.25, or "
+            "remove the flag"
+        )
     if not flags.carry_unfinished:
         return
     if bound < 1:

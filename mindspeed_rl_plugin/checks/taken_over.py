@@ -41,7 +41,7 @@ TAKEN_OVER = {
     "off: its buffers are as long as --seq-length, but a micro-batch of RL is only as long as its longest row": """
         --tp-comm-overlap
     """,
-    "off: its schedule needs the loss that the model itself computes; without it the update is slower": """
+    "off: its schedule needs the loss that the model itself computes; without this flag the update is slower": """
         --moe-fb-overlap --moe-unperm2-mem-optim-swap --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
     """,

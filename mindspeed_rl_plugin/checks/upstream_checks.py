@@ -59,7 +59,8 @@ def multiples(args: Any) -> Iterator[str]:
                 flag, by = (spelt(each) for each in (name, divisor))
                 yield f"{flag} {total} is not a multiple of {by} {size}; change one of them"
     tp, groups = (getattr(args, name, None) or 1 for name in ("tensor_model_parallel_size", "num_query_groups"))
-    whole = getattr(sys.modules.get("megatron.core.package_info"), "MINOR", 99) < 13  # later, ranks share a group
+    # Before core 0.13 each rank needs complete groups; from 0.13 on, ranks may share a group.
+    whole = getattr(sys.modules.get("megatron.core.package_info"), "MINOR", 99) < 13
     if getattr(args, "group_query_attention", False) and groups % tp and (whole or tp % groups):
         yield (
             f"--num-query-groups {groups} is not a multiple {'' if whole else 'or a divisor '}of "

@@ -90,7 +90,8 @@ def limit_problems(*groups: Any) -> list[str]:
 def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]:
     """One message for each flag that nothing in this run reads: no flag is ignored without a message.
 
-    algorithm: the run's `Algorithm`; preset: that of --rl-algorithm without other flags; its values are never reported.
+    algorithm: the run's `Algorithm`; preset: the `Algorithm` of --rl-algorithm alone. A flag with the value that the
+    preset gives it is never reported.
     """
     why = f", and {config.algorithm.algorithm} generates nothing" if algorithm.from_pairs else ""
     for f, value in given(config):

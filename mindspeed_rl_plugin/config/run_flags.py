@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import DPO_ONLY, flag, split_words
 
-# vLLM raises lower temperatures to this value, so that its log-probs would be of another temperature than given.
+# vLLM raises lower temperatures to this value: its log-probs would not be those of the given temperature.
 LOWEST_TEMPERATURE = 0.01
 
 
@@ -90,15 +90,18 @@ class RolloutConfig:
         above=0,
         most=1,
     )
-    max_running: int = flag(256, "most sequences that an engine decodes at the same time", unit="sequences", least=1)
+    max_running: int = flag(
+        256, "largest number of sequences that an engine decodes at the same time", unit="sequences", least=1
+    )
     graph_sizes: tuple[int, ...] = flag(
         (), "batch sizes of the engine's graphs, on an accelerator (default: vLLM's)", unit="sequences", least=1
     )
     request_seeds: bool = flag(
         False,
         "each response has its own random generator, so that it does not depend on the other responses in the batch. "
-        "Without this flag, responses have their own generators only on a CPU, and if one kernel of vLLM samples for "
-        "all; elsewhere an engine has one generator, and this flag costs three kernel launches per sequence and step",
+        "Without this flag they have their own generators only where this costs nothing: on a CPU, or if one kernel of "
+        "vLLM samples for all responses. Elsewhere all responses of an engine share one generator, and this flag costs "
+        "three kernel launches per sequence and step",
     )
 
 
@@ -154,7 +157,7 @@ class ForwardConfig:
         None,
         "compute log-probs, and their backward, for one slice of the vocabulary after the other; a slice has as many "
         "logits as N tokens with the complete vocabulary; 0: no slices (default: slices of 128 MiB of fp32 logits on "
-        "a rank, 4 MiB without accelerator, but with at least 1024 vocabulary entries; no slices if two would do)",
+        "a rank, 4 MiB without accelerator, but with at least 1024 vocabulary entries; no slices if two suffice)",
         unit="tokens",
         least=0,
         pairs=True,
@@ -208,7 +211,7 @@ class DockConfig:
 
 @dataclass(frozen=True)
 class Traced:
-    """What --rl-trace asks for: iterations, and stages in them; no stages for all of an iteration."""
+    """What --rl-trace asks for: iterations, and stages in them; if `stages` is empty, complete iterations."""
 
     first: int
     last: int
@@ -254,13 +257,13 @@ class MonitorConfig:
     )
     trace: str | None = flag(
         None,
-        "write a trace, by torch's profiler, of these iterations, or of these stages in them, into SAVE/rl/trace: "
-        "FIRST[-LAST][:STAGE,...], for example 12-13:generate,update",
+        "FIRST[-LAST][:STAGE,...], for example 12-13:generate,update: torch's profiler writes a trace of these "
+        "iterations, or only of these stages in them, into SAVE/rl/trace",
         form=Traced.parse,
         pairs=True,
     )
     trace_ranks: tuple[int, ...] = flag(
-        (0,), "ranks that --rl-trace records; ranks of --rl-generators count after the trainers", pairs=True
+        (0,), "ranks that --rl-trace records; ranks of --rl-generators have the last numbers", pairs=True
     )
     stack_signal: str = flag(
         "SIGUSR2",

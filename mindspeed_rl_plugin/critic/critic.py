@@ -24,7 +24,7 @@ class Critic:
         self.model = list(model)  # this rank's chunks, wrapped as those of the policy
         self.optimizer, self.scheduler = optimizer, scheduler  # Megatron's; the policy has others
         self.config = config  # of the model, prepared for training
-        self.state = TrainState(self.model, optimizer)  # during generation what --rl-swap names is offloaded
+        self.state = TrainState(self.model, optimizer)  # what --rl-swap names is offloaded during generation
 
     @torch.no_grad()
     def copy_backbone(self, policy: Sequence[torch.nn.Module]) -> None:

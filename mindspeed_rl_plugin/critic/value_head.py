@@ -17,7 +17,8 @@ class ValueHead(torch.nn.Module):
 
     config: Megatron's config of the model. The weight is `[1, H]`, the same on every tensor parallel rank, and begins
     as zeros: all values of a new critic are 0, in every layout. With sequence parallelism the hidden states are
-    gathered first. Each rank then computes the same loss, so their gradient is split over the ranks and not summed.
+    gathered first. Each rank then computes the same loss, so the gradient of these states is split over the ranks,
+    not summed.
     """
 
     def __init__(self, config: Any) -> None:

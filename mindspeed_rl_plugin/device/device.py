@@ -91,7 +91,7 @@ class Device:
         return profiler.profile(activities=[getattr(profiler.ProfilerActivity, name) for name in names])
 
     def temporary(self) -> Temporary:
-        """Measures the memory of a block of code: that of torch's allocator, on CPU that of tensor storages."""
+        """Measures the memory that a block of code takes: from torch's allocator or, on CPU, in tensor storages."""
         return Temporary(StorageMeter() if self.is_cpu else AllocatorMeter(self))
 
     def in_base_format(self, tensor: Tensor) -> bool:

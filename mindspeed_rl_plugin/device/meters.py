@@ -160,7 +160,7 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _number(path: str | Path, key: str) -> int:
-    """The number after a key at the begin of a line of a file; 0 if there is no such key or file."""
+    """The number after a key that begins a line of a file; 0 if there is no such key or file."""
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict  # takes seconds to import
 
 LEVELS = ("token", "sample", "group")
-LISTED_ITEMS = 4  # most items of a list that a message shows
+LISTED_ITEMS = 4  # largest number of items that a message shows of a list
 IDS = "ids"  # name of the ids in a TensorDict
 
 
@@ -56,7 +56,7 @@ class ColumnSpec:
     level: str
     ragged: bool  # True: cells are `[L_i, *trailing]`, packed; False: `[*trailing]`
     trailing: tuple[int, ...] = ()
-    longest: int | None = None  # most entries of a ragged cell; None: memory is reserved for `DockLimits.max_tokens`
+    longest: int | None = None  # largest length of a ragged cell; None: memory is reserved for `DockLimits.max_tokens`
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:

@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.dock.core import Core
 from mindspeed_rl_plugin.dock.memory import Segments
 from mindspeed_rl_plugin.dock.rpc import REPLY_TIMEOUT, Closed, Lost, Process, Stream, ask, connect
 
-KEPT = 256  # remembered epochs (in a process of the job: cleared ones); no lease has rows of older epochs
+KEPT = 256  # number of epochs (in a process of the job: cleared epochs) to remember; no lease has rows of older ones
 Owners = Callable[[int, int], np.ndarray]  # (epoch, groups) -> `[groups]` warehouse of each group
 
 

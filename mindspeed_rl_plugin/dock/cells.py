@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.dock.places import ids_array, runs
 from mindspeed_rl_plugin.dock.storage import as_column, layout
 from mindspeed_rl_plugin.rows import Column, Ragged, Rows
 
-INLINE = 128 << 10  # bytes; a larger put of this machine is written into the warehouse's memory, not into its message
+INLINE = 128 << 10  # bytes; cells of a larger put of this machine go into the warehouse's memory, not into a message
 NO_ROWS = np.empty(0, np.int64)
 
 Picked = list[tuple[Column, np.ndarray | None]]  # (column, indices of its rows; None: all rows)
@@ -92,7 +92,7 @@ class Writer:
 
 def pieces(rows: Rows, most: int | None) -> Iterator[Rows]:
     """Divide rows, in order, into pieces of at most `most` bytes of cells (None: no limit), each of one row or more."""
-    nbytes, first = np.zeros(len(rows), np.int64), 0  # of the cells of each row
+    nbytes, first = np.zeros(len(rows), np.int64), 0  # nbytes: of the cells of each row
     for column in rows.columns.values():
         values = column.values if isinstance(column, Ragged) else column
         nbytes += lengths_of(column).astype(np.int64) * (values.dtype.itemsize * prod(values.shape[1:]))

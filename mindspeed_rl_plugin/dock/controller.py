@@ -226,7 +226,7 @@ def rows_of(epochs: Mapping[int, EpochView], ids: np.ndarray) -> PickedRows:
 
 
 def _ready(epochs: Mapping[int, EpochView], ask: Ask) -> PickedRows:
-    """Rows that can be leased, by epoch; with `ask.share` those of that part, if all its undone rows can be leased."""
+    """Rows that can be leased, by epoch. With `ask.share`: rows of this part, if all its undone rows can be leased."""
     out: PickedRows = []
     for number, epoch in sorted(epochs.items()):
         rows = epoch.available().nonzero()[0]

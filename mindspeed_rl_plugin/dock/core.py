@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.dock.controller import Controller
 from mindspeed_rl_plugin.dock.gate import Gate
 from mindspeed_rl_plugin.dock.storage import Warehouse
 
-BEHIND_SECONDS = 60.0  # most time for a controller to get the newest records that the sender of a query knows of
+BEHIND_SECONDS = 60.0  # longest wait of a query until the controller has the newest records that its sender knows of
 RECHECK_SECONDS = 1.0  # between two checks of a waiting request: its deadline, and whether the asker lives
 OUTSIDE = "outside"  # names of processes outside of the job begin with it
 AFTER, MEMORY = "(records)", "(memory)"  # keys of `Core.wake`, in addition to the names of states
@@ -48,7 +48,7 @@ class Core:
         self.warehouse, self.controllers = warehouse, dict(controllers or {})
         self.tell: Callable[[m.Record], None] = lambda record: None  # sends it to the controllers of other processes
         self.directory: m.Message = m.Ok()  # the answer to a process that joins
-        self.gate: Gate | None = None  # for processes outside of the job; None: they may ask all that a rank may
+        self.gate: Gate | None = None  # for processes outside of the job; None: they may ask for all that a rank may
         self.clock = time.monotonic
         self.at_close: list[Callable[[], None]] = []
         self.at_gone: list[Callable[[str], object]] = []  # called with the name of an outside process that has ended
@@ -196,7 +196,7 @@ class Core:
             self.wake(AFTER)
 
     def wake(self, key: str) -> None:
-        """Serve the requests again that wait for `key`. Of the requests for any rows of a state only one is woken, so
+        """Serve again the requests that wait for `key`. Of the requests for any rows of a state only one is woken, so
         that a commit does not wake all consumers; a request that gets rows wakes the next one."""
         with self.lock:
             if key in self._changed:

@@ -37,7 +37,7 @@ class Dock:
     deadline: seconds to wait for other processes.
     """
 
-    piece_bytes: int | None = None  # most bytes of cells in one message of `commit_part`, None: no limit
+    piece_bytes: int | None = None  # largest number of bytes of cells in a message of `commit_part`; None: no limit
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Dock:
                 got = cells.gather(calls, self.columns, "read", columns, owner, places)
             except ValueError:  # the memory of a row may have been freed
                 got = None
-            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # then the read before was right
+            there = (cells.locate(calls, columns, wanted)[1][0] >= 0).all(0)  # if all are still there, `got` is right
             if got is None and there.all():
                 raise ValueError(f"read: columns {list(columns)} of {listed(wanted)} cannot be read")
         return Rows(ids_tuple(wanted), got)
@@ -337,7 +337,7 @@ class Dock:
         if len(undone):
             raise ValueError(
                 f"commit: lease {lease.token} of state {lease.state!r} is void (released, or the dock was restored); "
-                f"lease the rows again that are not acknowledged: {listed(undone)}"
+                f"lease again the rows that are not acknowledged: {listed(undone)}"
             )
 
     def _undone(self, state: str, ids: np.ndarray | None) -> np.ndarray:

@@ -252,7 +252,7 @@ def test_tools_that_never_work(capsys) -> None:
 @pytest.mark.parametrize(
     ("graders", "environment", "said"),
     [
-        (("exact",), "a.py:A", "so this reward trains nothing; add environment"),
+        (("exact",), "a.py:A", "so the environment's reward trains nothing; add environment"),
         (("exact", "b.py:f=0.5"), "a.py:A", "nothing, unless a function of yours reads `environment`; add"),
         (("exact", "environment=0"), "a.py:A", None),
         (("exact",), None, None),
