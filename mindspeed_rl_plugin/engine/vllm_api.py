@@ -241,8 +241,8 @@ def weights_pool(kind: str) -> list[range]:
 
 
 def latent_parts(worker: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each derived tensor, and its values by the weights: W_UK_T `[heads, nope, lora]` and W_UV `[heads, lora, value]`
-    from kv_b_proj `[heads x (nope + value), lora]`."""
+    """Each derived tensor, with its values as a view of the weight kv_b_proj `[heads x (nope + value), lora]`: W_UK_T
+    `[heads, nope, lora]` and W_UV `[heads, lora, value]`."""
     out = []
     for holder in _latent(worker):
         weight = holder.kv_b_proj.weight

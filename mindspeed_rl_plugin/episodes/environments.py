@@ -45,7 +45,7 @@ UNREAD = MalformedCall("the call cannot be read")
 
 @dataclass(frozen=True)
 class Unread:
-    """A turn in which a user's parser has still to find the calls."""
+    """A turn in which a user's parser must still find the calls."""
 
     text: str  # of the turn, with special tokens except the one that ended it
     most: int | None  # how many calls the chat template can write in one turn, None: no limit
