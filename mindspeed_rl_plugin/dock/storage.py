@@ -119,8 +119,8 @@ class Warehouse:
         """Make the cells visible that are in the put's extent or in `bulk`, and acknowledge rows of a state. None for a
         late repeat, whose epoch is cleared.
 
-        Raises ValueError for token columns of unequal length, and for rows that lack a column that the state writes.
-        Then the extent is freed, and nothing else changes.
+        Raises ValueError for cells longer than their maximum, for token columns of unequal length, and for rows that
+        lack a column that the state writes. Then the extent is freed, and nothing else changes.
         """
         extent, used = put.extent if bulk is None else self.reserve(put.parts), 0
         try:

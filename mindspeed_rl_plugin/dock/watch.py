@@ -121,7 +121,8 @@ class Watch:
         return self.heartbeat / PINGS_PER_HEARTBEAT / 2
 
     def tick(self) -> None:
-        """Send a sign of life when it is time, and stop if a link was silent for a heartbeat."""
+        """Send a sign of life when it is time. Stop if, for a heartbeat, a link was silent or an expected rank did not
+        connect."""
         now = self._clock()
         asleep, self._ticked = now - self._ticked > self.heartbeat / 2, now
         if now - self._sent >= self.heartbeat / PINGS_PER_HEARTBEAT:

@@ -1,6 +1,7 @@
-"""Functions for the parts of vLLM's interface that differ between 0.9.1 and 0.32. Only `host.vllm_live` also uses vLLM.
+"""Functions for the parts of vLLM's interface that differ between 0.9.1 and 0.32.
 
-vLLM is imported inside the functions: the import takes seconds, and the environment must be prepared before it.
+Only this file and `host.vllm_live` import vLLM. The imports are inside the functions: an import takes seconds, and the
+environment must be prepared before it.
 """
 
 from __future__ import annotations

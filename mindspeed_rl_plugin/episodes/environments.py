@@ -121,8 +121,8 @@ class Environments(Protocol):
         the limit has cut; its calls are not made."""
 
     def end(self, episode: SampleId) -> None:
-        """The episode has ended or was given up: close its environment, and drop its running call. May be called again,
-        or for an unknown episode; then it does nothing."""
+        """The episode has ended or was given up: close its environment, and drop its replies. May be called again, or
+        for an unknown episode; then it does nothing."""
 
     def poll(self, seconds: float) -> list[Reply]:
         """The finished replies. If there are none yet, but some are due, waits for one, at most `seconds`. Raises
