@@ -23,7 +23,7 @@ _at_failure: list[Callable[[str], object]] = []
 
 
 def launch_env() -> dict[str, int]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; a lone process is rank 0 of 1."""
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of torchrun or `become_part`; a lone process is rank 0 of 1."""
     return {
         "rank": int(os.environ.get("RANK", 0)),
         "world_size": int(os.environ.get("WORLD_SIZE", 1)),
@@ -98,8 +98,8 @@ def environment_apart() -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Print a text on the job's first rank, with [rl] before each line. Characters that stdout cannot encode are
-    escaped."""
+    """Print a text on rank 0 (after `become_part`: rank 0 of each part), with [rl] before each line. Characters that
+    stdout cannot encode are escaped."""
     if launch_env()["rank"] == 0:
         encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.split("\n"))
         print(marked.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -121,7 +121,7 @@ def last_line() -> str:
 
 
 def on_failure(call: Callable[[str], object]) -> None:
-    """Call this with the reason when this process fails."""
+    """Register a function; it is called with the reason when this process fails."""
     _at_failure.append(call)
 
 
@@ -174,7 +174,7 @@ def flush_output() -> None:
 
 
 def leave_to_first_rank() -> None:
-    """Called before an error is reported that all ranks should have. The first rank of a machine reports it, and the
+    """Call this before reporting an error that all ranks should have. The first rank of a machine reports it, and the
     launcher ends the other ranks, which wait here. If only this rank has the error, its report follows the wait."""
     if launch_env()["local_rank"]:
         time.sleep(SPEAK_SECONDS)

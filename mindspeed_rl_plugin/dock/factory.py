@@ -113,8 +113,8 @@ class Member:
         return Dock(self.declared, self.calls, member=self, leader=self.peers.rank == 0, **more)
 
     def listen(self, host: str, about: str) -> str:
-        """From now on answer processes outside of the job; those on other machines connect to `host`. Returns the
-        address for their first request. Collective. about: see `Directory`."""
+        """Start to serve processes outside of the job; those on other machines connect to `host`. Returns the address
+        for their first request. Collective. about: see `Directory`."""
         self.directory.about = about
         self._publish(self.server.start(host))
         first = self.directory.warehouses[0]
@@ -125,8 +125,8 @@ class Member:
         self._close(Bye())
 
     def _end(self) -> None:
-        """At the end of the interpreter: leave in order or, after an error, let the other ranks stop. An interrupted
-        rank leaves in order too, since each rank gets the signal and prints its own line."""
+        """At the end of the interpreter: send `Bye` or, after an error, `Stopped`, which makes the other ranks stop. An
+        interrupted rank sends `Bye`, since each rank gets the signal and prints its own line."""
         failed = isinstance(getattr(sys, "last_value", None), Exception)
         self._close(Stopped(self.me.rank, "ended by an error", self.me.node) if failed else Bye())
 
@@ -153,7 +153,8 @@ class Member:
         self.directory.controllers.update({name: self._addresses[rank] for name, rank in self._held_by.items()})
 
     def _link(self, nodes: Sequence[str]) -> None:
-        """Link this rank to the lowest of its machine, that rank to rank 0, and each warehouse to all controllers."""
+        """Link this rank to the lowest rank of its machine or, if it is this lowest rank, to rank 0. Link a rank with a
+        warehouse to all ranks with controllers."""
         links, rank = {}, self.peers.rank
         if rank:
             lead = nodes.index(nodes[rank])
@@ -183,5 +184,5 @@ def contiguous(machines: int, epoch: int, groups: int) -> np.ndarray:
 
 def controller_rank(index: int, controllers: int, world: int) -> int:
     """Rank that holds the controller of state `index`. If there are enough ranks, each state has a different rank,
-    spread evenly. Else the states go in turn to ranks 1, 2, ..., 0, 1, ...: rank 0, with a warehouse, comes last."""
+    spread evenly. Else the states go in turn to ranks 1, 2, ..., 0, 1, ...: rank 0, which has a warehouse, is last."""
     return (index * world // controllers if world >= controllers else index + 1) % world

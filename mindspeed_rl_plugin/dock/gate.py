@@ -1,5 +1,5 @@
-"""Which requests processes outside of the job may make: leases and commits of the states that are open to them, and any
-read. Rows that they commit are checked by the warehouse that receives them."""
+"""Requests that a process outside of the job may make: leases and commits of the states that are open to it, and any
+read. The warehouse that receives committed rows checks them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class Opening(NamedTuple):
     """A state that is open to processes outside of the job."""
 
     check: Callable[[Rows, VersionBound], None]  # raises ValueError for rows that may not be committed
-    more: Sequence[str] = ()  # further columns of the same rows that `check` needs
+    more: Sequence[str] = ()  # further columns, of the same rows, that `check` needs
 
 
 class Gate:
-    """open: states whose rows processes outside of the job may lease and commit; most_bytes: of cells in one commit."""
+    """open: states of which processes outside of the job may lease and commit rows; most_bytes: most bytes of cells in
+    one commit."""
 
     def __init__(self, open: Mapping[str, Opening]) -> None:
         self.open, self.most_bytes = open, MOST_BYTES

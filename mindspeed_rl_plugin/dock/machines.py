@@ -1,4 +1,4 @@
-"""The address at which the processes of other machines reach this one."""
+"""The address at which processes of other machines reach this machine."""
 
 from __future__ import annotations
 

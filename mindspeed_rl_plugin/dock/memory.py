@@ -40,8 +40,8 @@ def entry_bytes(spec: ColumnSpec) -> int:
 
 
 def open_ended(spec: ColumnSpec) -> bool:
-    """Whether its cells have no maximum length, such as text of a row. The reserve for such a cell has as many entries
-    as the longest sample has tokens."""
+    """Whether the cells of a column have no maximum length, such as a text of a row. The reserve for such a cell has as
+    many entries as the longest sample has tokens."""
     return spec.ragged and spec.level != "token" and spec.longest is None
 
 
@@ -130,8 +130,8 @@ def rounded(nbytes: Any) -> Any:
 
 
 class Segments:
-    """Segments of a warehouse as uint8 arrays. A segment is mapped at its first use; those that the warehouse
-    has removed are unmapped then. find: number -> file and bytes of a segment, and numbers of all that exist."""
+    """Segments of a warehouse as uint8 arrays. The first use of a segment maps it, and unmaps segments that the
+    warehouse has removed. find: number -> file and bytes of a segment, and numbers of all that exist."""
 
     def __init__(self, find: Callable[[int], tuple[str, int, list[int]]]) -> None:
         self._find = find
@@ -139,7 +139,7 @@ class Segments:
 
     def view(self, segment: int, offset: int, nbytes: int) -> np.ndarray:
         """`[nbytes]` uint8 of a segment. Raises ValueError for a range outside of it."""
-        if not nbytes:  # an empty cell keeps no memory: its segment may be removed
+        if not nbytes:  # an empty cell has no memory, and its segment may already be removed
             return np.empty(0, np.uint8)
         array = self._arrays.get(segment)
         if array is None:

@@ -111,7 +111,7 @@ class Grant(Message):
 
     @classmethod
     def empty(cls, columns: int, needs: VersionBound | None = None) -> Grant:
-        """A grant without rows, for a state that reads so many columns."""
+        """A grant without rows. columns: number of columns that the state reads."""
         return cls(0, np.empty((0, 3), np.int64), np.empty(0, np.int32), *no_cells(columns, 0), [], needs)
 
 
@@ -235,7 +235,7 @@ class Ping(Message):
 
 
 class Bye(Message):
-    """The sender leaves in order."""
+    """The sender leaves without an error."""
 
 
 class Stopped(Message):

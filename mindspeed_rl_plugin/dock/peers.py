@@ -1,4 +1,5 @@
-"""The ranks of a consumer, which get equal rows: the first leases them, and acknowledges when all have written."""
+"""The ranks of a consumer, which get equal rows: the first rank leases the rows, and acknowledges them when all ranks
+have written."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ class Places:
         return self.cells(names, rows)[0] < 0
 
     def enter(self, cells: Cells) -> tuple[np.ndarray, np.ndarray]:
-        """Enter the cells that exist, are new and are not cleared; columns not in `names` are ignored. Returns the
-        rows, and `[C, rows]` bool: which of their cells were new."""
+        """Enter the cells that exist, are new and are not cleared; columns that this table lacks are ignored. Returns
+        the rows, and `[C, rows]` bool: which of their cells were new."""
         rows, repeat = cells.slots, self.repeat(cells.names)
         if repeat > 1:
             rows = rows_of_groups(rows, repeat)

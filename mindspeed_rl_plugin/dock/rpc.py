@@ -37,7 +37,7 @@ REFUSED = bytes(NONCE)  # sent by a server instead of its proof: the client does
 CONNECT_SECONDS = 20.0
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, number of probes
 REPLY_TIMEOUT = 120.0  # seconds for an answer in addition to the request's deadline; enough for a busy machine
-ALIVE_SECONDS = 10.0  # seconds of silence, then `ask` checks whether the other side lives
+ALIVE_SECONDS = 10.0  # seconds of silence after which `ask` checks whether the other side lives
 
 
 class Process(NamedTuple):
@@ -54,11 +54,11 @@ class Silent(ConnectionError):
 
 
 class Lost(ConnectionError):
-    """A connection broke without a message."""
+    """A connection broke, and the other side had not sent `Bye` or `Stopped`."""
 
 
 class Closed(ConnectionError):
-    """The other side has left in order."""
+    """The other side has left without an error."""
 
 
 class Oversized(ValueError):
@@ -98,7 +98,7 @@ class Stream:
         return message, out if bulk else None
 
     def exactly(self, nbytes: int) -> bytearray:
-        """The next `nbytes` bytes. Raises EOFError if the connection ends before."""
+        """The next `nbytes` bytes. Raises EOFError if the connection ends earlier."""
         data = bytearray(nbytes)
         self._fill(memoryview(data))
         return data
@@ -119,7 +119,7 @@ class Stream:
             return True
 
     def leave(self, last: Message) -> None:
-        """Try to send the `last` message (this process leaves in order, or stops), then close."""
+        """Try to send the `last` message (`Bye` or `Stopped`), then close."""
         sending = self._sending.acquire(timeout=1.0)
         if sending:
             with contextlib.suppress(OSError):
@@ -198,8 +198,8 @@ def connect(address: Address, me: Process, *, watch: bool = False, patience: flo
 
 
 def admit(connection: socket.socket, secret: bytes) -> tuple[Stream, Hello]:
-    """The server's part of the handshake. Raises PermissionError for another user (not root), or without the secret;
-    EOFError, OSError or FrameError if the handshake breaks."""
+    """The server's part of the handshake. Raises PermissionError if the other process belongs to another user (except
+    root), or does not know the secret; EOFError, OSError or FrameError if the handshake breaks."""
     stream = Stream(connection)
     if connection.family == socket.AF_UNIX:
         shown = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -232,7 +232,7 @@ def ask(
     """Send a request and wait for its answer and bulk. patience: most seconds of silence, in addition to the request's
     deadline; alive: called every ALIVE_SECONDS without an answer, raises if no answer can come any more.
 
-    Raises TimeoutError if no answer comes, `Closed` if the other side left in order, `Lost` if the connection broke,
+    Raises TimeoutError if no answer comes, `Closed` if the other side left, `Lost` if the connection broke,
     and ConnectionError if the other side stops. Do not use the stream after an error: a late answer may come.
     """
     kind, begin = type(message).__name__, time.monotonic()
@@ -240,7 +240,7 @@ def ask(
     stream.socket.settimeout(end - begin)
     try:
         with doing(f"the answer to {kind}", f"rank {address.rank}" if address.rank >= 0 else "the reader of weights"):
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its last message is read below
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its `Bye` or `Stopped` is read below
                 stream.send(message, () if bulk is None else (bulk,))
             while alive and (left := end - time.monotonic()) > 0 and not stream.ready(min(left, ALIVE_SECONDS)):
                 alive()

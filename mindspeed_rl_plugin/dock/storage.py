@@ -39,7 +39,7 @@ class Block:
     segment: int
     rest: list[Range]  # ranges of the segment that the block still uses
     groups: np.ndarray  # groups whose cells are in it
-    promised: bool  # whether all its columns are ones that states write, for which memory was reserved
+    promised: bool  # whether states write all its columns, so that memory was reserved for them
     beyond: int  # bytes above what was reserved
 
 
@@ -102,7 +102,7 @@ class Warehouse:
 
     def taken(self) -> dict[str, int]:
         """What counts against the limits: rows of admitted groups, and bytes. Each of these rows counts with its full
-        reserve; memory of this reserve into which states have already written does not count again."""
+        reserve, so bytes that states have written into the reserve do not count again."""
         tables = self._epochs.values()
         rows = sum(int(t.admitted.sum()) * t.shape.members for t in tables)
         kept = [block for t in tables for block in t.blocks if block.promised]
@@ -119,8 +119,8 @@ class Warehouse:
         """Make the cells visible that are in the put's extent or in `bulk`, and acknowledge rows of a state. None for a
         late repeat, whose epoch is cleared.
 
-        Raises ValueError for token columns of unequal length, and for rows that lack a column that the state writes.
-        Then the extent is freed, and nothing else changes.
+        Raises ValueError for cells longer than their maximum, for token columns of unequal length, and for rows that
+        lack a column that the state writes. Then the extent is freed, and nothing else changes.
         """
         extent, used = put.extent if bulk is None else self.reserve(put.parts), 0
         try:

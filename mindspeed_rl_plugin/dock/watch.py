@@ -3,9 +3,9 @@
 A torchrun job cannot continue without one of its ranks. So a process ends immediately when a link to another rank
 breaks, or brings nothing for `heartbeat` seconds (a machine without power breaks no connection), even if its main
 thread hangs in a collective. Each rank is linked to the lowest rank of its machine, these lowest ranks to rank 0, and
-every warehouse to the controllers. Generators of the launcher, the ranks after the trainers, are linked to rank 0,
-which expects them. A rank that stops sends over its links which rank was the cause. A rank that leaves in order says so
-first; then the other ranks continue.
+every warehouse to the controllers. Generators that are ranks of the launcher (the ranks after the trainers) are linked
+to rank 0, which expects them. A rank that stops sends over its links which rank was the cause. A rank that leaves
+without an error sends `Bye` first; then the other ranks continue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.status.story import at_deadline
 PINGS_PER_HEARTBEAT = 4  # signs of life that a rank sends in one heartbeat
 SLOW_READER_SECONDS = 5.0  # most time that a leaving rank waits for slow readers to take its notes
 STATUS = 1  # exit status of a rank that stops
-SILENT = "silent"  # begins the reason if a rank is late
+SILENT = "silent"  # first word of the reason if a rank sent nothing for a heartbeat
 HEARTBEATS = 10  # number of heartbeats in the time that ranks wait for each other
 HEARTBEAT = 30.0  # least seconds of a heartbeat, so that a busy rank does not count as lost
 
@@ -50,7 +50,7 @@ class Link(Stream):
         self._writer: threading.Thread | None = None
 
     def note(self, message: Message) -> None:
-        """Send a note after the earlier ones: what the socket accepts now, the rest in a thread."""
+        """Send a note after the earlier ones. A thread sends what the socket does not accept now."""
         data = frame(message)[0]
         with self._more:
             if not self._left:
@@ -108,11 +108,11 @@ class Watch:
         self._expected = dict.fromkeys(ranks, self._clock())
 
     def remove(self, link: Link) -> None:
-        """The link has ended in order."""
+        """The other rank has sent `Bye`: watch the link no longer."""
         self._links.discard(link)
 
     def broke(self, link: Link) -> None:
-        """The link has ended without a message."""
+        """The connection has ended; if the other rank had not sent `Bye`, stop."""
         if link in self._links:
             self.stop(link.rank, "connection broke", link.node)
 
@@ -121,7 +121,8 @@ class Watch:
         return self.heartbeat / PINGS_PER_HEARTBEAT / 2
 
     def tick(self) -> None:
-        """Send a sign of life when it is time, and stop if a link was silent for a heartbeat."""
+        """Send a sign of life when it is time. Stop if, for a heartbeat, a link was silent or an expected rank did not
+        connect."""
         now = self._clock()
         asleep, self._ticked = now - self._ticked > self.heartbeat / 2, now
         if now - self._sent >= self.heartbeat / PINGS_PER_HEARTBEAT:
@@ -140,13 +141,13 @@ class Watch:
                 self.stop(rank, f"it should generate, but did not connect within {self.heartbeat:g} s; see its output")
 
     def _silent(self) -> list[tuple[str, float]]:
-        """Ranks that have missed two signs of life, with the seconds."""
+        """Ranks that have missed two signs of life, each with the seconds since its last note."""
         late, now = 2 * self.heartbeat / PINGS_PER_HEARTBEAT + 1.0, self._clock()
         return [(f"rank {x.rank}", now - x.heard) for x in list(self._links) if now - x.heard > late]
 
     def stop(self, rank: int, why: str, node: str = "") -> None:
-        """End this process because a rank, on machine `node`, is lost. Returns only if `end` returns, or if the rank is
-        this one, for which nothing is done."""
+        """End this process because a rank, on machine `node`, is lost. Returns only if `end` returns, or if
+        `rank` is this rank: then nothing is done."""
         if rank == self.rank:  # this rank was the cause: it has told another rank, which tells all
             return None
         if not self._stopping.acquire(blocking=False):

@@ -65,7 +65,7 @@ def kv_cache_problems(gb: float, ranks: int) -> Iterator[str]:
 
 
 def _ranked_by_sums() -> bool:
-    """Whether the installed vllm-ascend can rank groups of experts only by the sum of two scores (from 0.18 on)."""
+    """Whether the installed vllm-ascend always ranks groups of experts by the sum of two scores (0.18 or newer)."""
     try:
         files = importlib.metadata.files("vllm-ascend") or ()
     except importlib.metadata.PackageNotFoundError:

@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.rows import GenerateRequest
 
 NO_TOKENIZER_NEEDED = (0, 10)
 PROCESSED = "processed_logprobs"
-# With CPU binding vllm-ascend would bind all threads of the trainer to a few cores, and might stop the machine's
-# irqbalance. From 0.23 on, other settings replace the variables of `engine_env.REQUIRED_NPU`.
+# CPU binding of vllm-ascend would bind all threads of the trainer to a few cores, and might stop the machine's
+# irqbalance. The other three settings replace the variables of `engine_env.REQUIRED_NPU` in 0.23 and newer.
 ASCEND_CONFIG = {"enable_cpu_binding": False, "weight_nz_mode": 0, "enable_fused_mc2": 0, "enable_mlapo": False}
 # Most tokens of one step on an accelerator: vLLM reserves memory for their activations, and splits longer prompts.
 STEP_TOKENS = 8192
@@ -27,7 +27,7 @@ class VllmOptions:
     config: Mapping[str, Any]  # config.json of the model (`hf_config.derive_config`)
     max_model_len: int  # most tokens of prompt and response together
     tensor_parallel: int = 1  # ranks of one engine
-    # ranks (maybe of several engines) that divide the experts, each one complete; 1: each expert is split
+    # number of ranks (maybe of several engines) among which complete experts are divided; 1: each expert is split
     expert_parallel: int = 1
     dtype: str = "float32"  # "float32" | "bfloat16" | "float16"
     max_running: int = 256  # most sequences decoded in one step
@@ -84,7 +84,7 @@ def engine_arguments(options: VllmOptions, kind: str, directory: str) -> dict[st
         "generation_config": "vllm",
         "enable_sleep_mode": options.sleep_mode and not on_cpu,
         "logprobs_mode": PROCESSED,
-        # With a split prompt vLLM sets the request's generator to an offset, which a CPU's generator does not have.
+        # If a prompt is split, vLLM sets an offset of the request's generator; a CPU's generator has no offset.
         **({"kv_cache_memory_bytes": options.kv_cache_bytes, "enable_chunked_prefill": False} if on_cpu else {}),
         # Only complete blocks of a prefix are cached, and many turns are shorter than vLLM's CPU block of 128 tokens.
         **({"block_size": CPU_BLOCK} if on_cpu and not latent else {}),

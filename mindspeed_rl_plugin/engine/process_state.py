@@ -34,7 +34,7 @@ class ProcessState:
         self._names: dict[tuple[ModuleType, str], Any] = {}  # names in torch as the engine has set them
 
     def reseed(self, seed: int) -> None:
-        """From the next `lent` on the engine has its own random numbers on the device, from this seed."""
+        """Give the engine its own random numbers on the device, from this seed, starting with the next `lent`."""
         self._seed, self._own_numbers = seed, True
 
     @contextlib.contextmanager

@@ -57,8 +57,8 @@ class Engine(Protocol):
         that share experts call it together, even if only some of them have responses queued."""
 
     def keep_step(self) -> None:
-        """Run dummy steps until no engine that shares experts with this one, if any, has responses queued. Raises
-        ValueError while responses are queued here, TimeoutError if the other engines do not step."""
+        """Run dummy steps until no engine that shares experts with this one has responses queued. Raises ValueError
+        while responses are queued here, TimeoutError if the other engines do not step."""
 
     def abort(self) -> list[Completion]:
         """Stop all responses, and return their tokens so far as completions with finish "abort"."""

@@ -1,6 +1,7 @@
-"""Functions for the parts of vLLM's interface that differ between 0.9.1 and 0.32. Only `host.vllm_live` also uses vLLM.
+"""Functions for the parts of vLLM's interface that differ between 0.9.1 and 0.32.
 
-vLLM is imported inside the functions: the import takes seconds, and the environment must be prepared before it.
+Only this file and `host.vllm_live` import vLLM. The imports are inside the functions: an import takes seconds, and the
+environment must be prepared before it.
 """
 
 from __future__ import annotations
@@ -241,8 +242,8 @@ def weights_pool(kind: str) -> list[range]:
 
 
 def latent_parts(worker: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each derived tensor, and its values by the weights: W_UK_T `[heads, nope, lora]` and W_UV `[heads, lora, value]`
-    from kv_b_proj `[heads x (nope + value), lora]`."""
+    """Each derived tensor, with its values as a view of the weight kv_b_proj `[heads x (nope + value), lora]`: W_UK_T
+    `[heads, nope, lora]` and W_UV `[heads, lora, value]`."""
     out = []
     for holder in _latent(worker):
         weight = holder.kv_b_proj.weight

@@ -130,7 +130,7 @@ class VllmEngine:
             raise ValueError("submit: the engine has no weights; write into parameters() and call update_weights()")
         names = [_name(r, self.version) for r in requests]
         queued = {*names, *self._running}
-        assert len(queued) == len(names) + len(self._running), f"submit: of {names} some are queued, or given twice"
+        assert len(queued) == len(names) + len(self._running), f"submit: some of {names} are queued, or given twice"
         for request in requests:
             self._check(request)
         if requests and not self._running and not self._request_seeds:
@@ -138,7 +138,7 @@ class VllmEngine:
         for name, request in zip(names, requests, strict=True):
             params = vllm_api.sampling_params(request, self.options.eos_token_ids, self._request_seeds)
             # Prefixes that were cached before a change of weights must not be used after it, so each change has its own
-            # salt. A version as salt would not do: an engine may get an old version again, while responses in flight
+            # salt. The version is no safe salt: an engine may get an old version again, while responses in flight
             # still fill blocks under the salt of their start.
             prompt = {"prompt_token_ids": prompt_of(request), "cache_salt": str(self._changes)}
             self._engine.add_request(name, prompt, params)
@@ -334,7 +334,7 @@ def _prepare(kind: str, options: VllmOptions) -> None:
 
 
 def keep_weights_live(kind: str | None = None) -> None:
-    """Let models that vLLM loads from now on compute with values that are written into their weights later. kind: of
+    """Make models that vLLM loads after this call use values that are written into their weights later. kind: of
     device."""
     if (kind or get_device().kind) == "cpu":
         vllm_live.apply()

@@ -63,8 +63,8 @@ class PoolMemory:
 
     Other tensors in the pool of the weights (rotary tables, expert maps, scales) are copied to the host and back: vLLM
     saves at most the model's buffers, and vllm-ascend 0.9 not even these. Waking in vllm-ascend 0.18 to 0.23 replaces
-    expert weights by transposed views (worker/worker.py), so each parameter is set to the object that it was before,
-    which captured graphs use. `refresh_derived` computes tensors that are derived from weights.
+    expert weights by transposed views (worker/worker.py), so each parameter is set to its former object again, which
+    captured graphs use. `refresh_derived` computes tensors that are derived from weights.
     """
 
     def __init__(self, engine: Any, worker: Any, pool: Sequence[range]) -> None:

@@ -42,14 +42,14 @@ class RawFormat:
         self._longest = max(map(len, tokenizer.get_vocab()))  # characters of the longest token
 
     def prompt(self, messages: Sequence[ChatMessage], said: int = 0) -> list[int]:
-        """Token ids of a conversation, up to the begin of the model's turn. said: number of characters at the end of
+        """Token ids of a conversation, up to the start of the model's turn. said: number of characters at the end of
         the last message that are an observation; the other text is from the data, and is encoded like its prompts."""
         content = messages[-1]["content"]
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
     def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of observations, up to the begin of the model's next turn. last: last token of the former turn."""
+        """Token ids of observations, up to the start of the model's next turn. last: last token of the former turn."""
         return self._encode(self._marked("".join(message["content"] for message in messages)))
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -316,7 +316,7 @@ class EnvironmentPool:
         """Warn of the first environment that does not close."""
         if error is not None and not self._warned:
             self._warned = True
-            say(f"warning: {self._environment.name}.close {error}; the run continues, but its resources may stay open")
+            say(f"warning: {self._environment.name}.close {error}; the run continues, but some resources may stay open")
 
 
 def _readable(error: str) -> str:

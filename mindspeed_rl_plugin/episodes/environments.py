@@ -45,7 +45,7 @@ UNREAD = MalformedCall("the call cannot be read")
 
 @dataclass(frozen=True)
 class Unread:
-    """A turn in which a user's parser has still to find the calls."""
+    """A turn in which a user's parser must still find the calls."""
 
     text: str  # of the turn, with special tokens except the one that ended it
     most: int | None  # how many calls the chat template can write in one turn, None: no limit
@@ -121,8 +121,8 @@ class Environments(Protocol):
         the limit has cut; its calls are not made."""
 
     def end(self, episode: SampleId) -> None:
-        """The episode has ended or was given up: close its environment, and drop its running call. May be called again,
-        or for an unknown episode; then it does nothing."""
+        """The episode has ended or was given up: close its environment, and drop its replies. May be called again, or
+        for an unknown episode; then it does nothing."""
 
     def poll(self, seconds: float) -> list[Reply]:
         """The finished replies. If there are none yet, but some are due, waits for one, at most `seconds`. Raises

@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.episodes.lead import Lead
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
 
 BETWEEN_SECONDS = 0.005  # time of the engine's steps between two checks for replies of environments
-ENVIRONMENT_SECONDS = 1.0  # longest single wait of the first rank for environments; other ranks wait for it
+ENVIRONMENT_SECONDS = 1.0  # longest single wait of the first rank for environments; other ranks wait meanwhile
 
 
 class EpisodeEngine:

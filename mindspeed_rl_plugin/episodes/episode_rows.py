@@ -1,4 +1,4 @@
-"""Columns that only rows of episodes have, checks of them in rows that come from other processes, and metrics."""
+"""Columns that only rows of episodes have, their checks for rows from other processes, and metrics."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Lead:
         sample = state.request.id
         if self.limits.on_error == "stop":
             raise EpisodeError(
-                f"the environment of {place(sample)} {why}\n  (with --rl-environment-on-error zero or drop the run "
+                f"the environment of {place(sample)} {why}\n  (with --rl-environment-on-error zero or drop, the run "
                 "continues and counts such episodes)"
             )
         self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
@@ -221,7 +221,7 @@ class Lead:
             ) from error
 
     def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:
-        """The messages of a reply. Observations are cut to their limit; for first messages the prompt's limit holds."""
+        """The messages of a reply. Observations are cut to their limit; first messages are not cut (see `_open`)."""
         messages = []
         for message in reply.messages:
             content, cut = message["content"], False

@@ -83,7 +83,7 @@ class OpenEnv:
     def _send(self, message: Mapping[str, Any]) -> None:
         from websockets.exceptions import ConnectionClosed
 
-        with contextlib.suppress(ConnectionClosed):  # a server that refuses a session has sent why; `_ask` reads it
+        with contextlib.suppress(ConnectionClosed):  # `_ask` reads why a server has refused a session
             self._socket.send(json.dumps(message))
 
 

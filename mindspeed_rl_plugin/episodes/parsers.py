@@ -1,7 +1,8 @@
 """Parsers of the calls in a turn, for the formats of Hermes and Qwen, of Llama 3, and of DeepSeek.
 
-A call that cannot be parsed becomes a `MalformedCall`, and the other calls of the turn are still read. Text in a
-`<think>` block has no calls, also if the prompt has begun the block.
+A call that cannot be parsed becomes a `MalformedCall`, and the other calls of the turn are still read. Calls in a
+`<think>` block are ignored, even if the prompt has begun the block; but `llama3` always reads a call at the start of a
+turn.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ _NEXT, _NEXT_BUT_ONE = re.compile(rf"\s*;?\s*(?:{_TAG})?(?=\{{)"), re.compile(rf
 
 
 def llama3(text: str) -> list[Attempt]:
-    """Calls of Llama 3: `{"name": ..., "parameters": {...}}`, at the begin of a turn or after `<|python_tag|>`. `;` may
+    """Calls of Llama 3: `{"name": ..., "parameters": {...}}`, at the start of a turn or after `<|python_tag|>`. `;` may
     separate several calls."""
     found = _FIRST.match(text)
     if found is None:
@@ -146,8 +147,8 @@ def _fitting(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, and its end; (None, 0) if there is none, or if it has a number that is not
-    finite or half a surrogate pair."""
+    """The JSON value that begins at `at`, and its end; (None, 0) if there is none, or if it contains half a
+    surrogate pair or a number that is not finite."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -25,7 +25,7 @@ class EnvironmentInstance(Session):
     making: the generator that makes this reply.
     call: the call for which the reply waits, or None.
     asked: answered calls of the environment, with the answers.
-    known: how many of these its process has answered; if it has none now: its last process.
+    known: how many of these its process has answered (if it has no process now: its last process).
     """
 
     def __init__(self, sample: SampleId) -> None:

@@ -152,8 +152,8 @@ def reset_arguments(reset: Callable[..., Any], task: Mapping[str, Any], seed: in
     names = {p.name for p in _parameters(reset) if p.kind in _BY_NAME}
     record = task["record"]
     given = {**record, **{k: task.get(k) for k in RESET}, "seed": seed % SEEDS}
-    if any(p.kind == p.VAR_KEYWORD for p in _parameters(reset)):  # **record gets the fields of the record
-        names |= {"prompt", "answer", "seed", *record}
+    if any(p.kind == p.VAR_KEYWORD for p in _parameters(reset)):
+        names |= {"prompt", "answer", "seed", *record}  # **record gets all of these that are not parameters
     return {k: v for k, v in given.items() if k in names}
 
 

@@ -38,7 +38,7 @@ class RolloutReport(msgspec.Struct):
     """A message of a process about a rollout. Fields without a comment are as in `Reply`."""
 
     number: int  # of the rollout
-    seconds: float  # since the model's last turn, or since the begin
+    seconds: float  # since the model's last turn, or since the rollout began
     prompt: list[int] | None = None  # token ids of the prompt of the turn that it requests
     messages: list[dict[str, str]] = []  # those that are new in this prompt, as text
     reward: float = 0.0
