@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mindspeed_rl_plugin.workers.child import Parent, outcome
 
 SUPPORTED = "0.4."
-ROWS_AT_ONCE = 256  # rows of one answer
+ROWS_AT_ONCE = 256  # most rows of one answer
 ROW = "verifiers"  # field of a data row that holds the row of verifiers
 RENDERER = {"name": "custom", "import_path": "mindspeed_rl_plugin.episodes.verifiers_renderer.AppendingRenderer"}
 
@@ -48,7 +48,8 @@ def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
 
 def main(connection: int, lifeline: int) -> None:
     """Send the rows of an environment. The first message is (environment, limit of rows or None); the answer is
-    ("", None) or (None, error). Each further message is answered by (next rows, None), at the end ([], None)."""
+    ("", None) or (None, error). Each further message is answered by (next rows, None), after the last row by
+    ([], None), or by (None, error)."""
     parent = Parent(connection, lifeline)
     environment, most = parent.receive()
     rows = parent.load("", _rows, environment, most)
@@ -116,7 +117,7 @@ def _rows(environment: str, most: int | None) -> Any:
 
 
 def _row(data: Any) -> dict[str, Any]:
-    """The field `prompt` is for display and the length limit; verifiers renders the model's prompt from `verifiers`."""
+    """The field `prompt` is for display and the length limit; verifiers makes the prompt from the field `verifiers`."""
     text = data.prompt_text or data.description or data.name or f"task {data.idx}"
     fields = data.model_dump(mode="json", exclude_defaults=True)
     answer = fields.get("answer")

@@ -16,7 +16,7 @@ from renderers.default import DefaultRenderer
 
 from mindspeed_rl_plugin.control_tokens import ControlTokens, dated
 
-# Mark in a chat template -> name of the parser for its calls; the first mark that occurs counts.
+# Mark in a chat template -> parser of its tool calls. If a template has several marks, the first of this table counts.
 MARKS = {"<arg_key>": "glm", "<function=": "qwen3.5", "<tool_call>": "qwen3", "<｜tool▁call▁begin｜>": "deepseek-v3"}
 PLACEHOLDER = "uiweahfskdj"  # content of an assistant's message, to find it in a rendered conversation
 

@@ -120,7 +120,7 @@ def _read(parent: Parent, rollouts: Rollouts, stop: asyncio.Event, loop: asyncio
 
 class RunningRollout:
     """One rollout. asks: the waiting request for a turn; over: whether no further turn is sampled; since: when the
-    model's last turn came (or the begin), on the monotonic clock; trace: of the trained conversation."""
+    model's last turn came, else when the rollout began, on the monotonic clock; trace: of the trained conversation."""
 
     def __init__(self) -> None:
         self.asks: asyncio.Future | None = None
@@ -224,7 +224,7 @@ def _refusal(rollout: RunningRollout, trace: Any) -> str | None:
             f"conversation of agent {rollout.trace.agent.name!r} is trained: give other agents their "
             "own client and model, and turn retries off"
         )
-    return None if rollout.asks is None else "the rollout asks for two turns together; it must wait for the first"
+    return None if rollout.asks is None else "the rollout asks for two turns at once; it must wait for the first"
 
 
 def _result(rollout: RunningRollout, episode: Any) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def plan_tokens(
     plan: result of `plan_batches`; each step keeps its rows.
     lengths: tokens of each row; near: ranks that should preferably get a row.
     Every rank gets the same number of rows, and the same number of micro-batches: the smallest multiple of `rounds_of`
-    that suffices for all ranks. `near` makes the tokens of the fullest rank at most (1 + SLACK) x as many. All ranks
-    get the same result. Raises ValueError for a row above the budget, or too few rows.
+    that suffices for all ranks. With `near` the fullest rank has at most (1 + SLACK) x the tokens that it has
+    without. All ranks get the same result. Raises ValueError for a row above the budget, or too few rows.
     """
     return [_dealt(step, lengths, budget, near) for step in plan]
 
@@ -111,8 +111,8 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
 def _balanced(
     rows: Sequence[SampleId], lengths: Mapping[SampleId, int], parts: int, near: Near | None = None
 ) -> list[list[SampleId]]:
-    """Divide rows, longest first, into parts (one per rank) of equally many rows. Each row goes to the part with the
-    fewest tokens that is not full, preferably to one of the parts `near[row]`."""
+    """Divide rows, longest first, into parts (one per rank) of equally many rows. Each row goes to a part that is
+    not full: if possible one of `near[row]`, and of these the one with the fewest tokens."""
     limit = len(rows) // parts
     dealt: list[list[SampleId]] = [[] for _ in range(parts)]
     tokens = [0] * parts
@@ -127,7 +127,7 @@ def _balanced(
 def _nearer(plain: list[list[SampleId]], lengths: Mapping[SampleId, int], near: Near) -> list[list[SampleId]]:
     """Like the parts `plain`, but with more rows in parts that are `near` them. First, rows are divided by `near`. Then
     the fullest and the emptiest part swap the two rows that balance them best, until no part has more than (1 + SLACK)
-    x the tokens of the fullest part of `plain`. If no swap helps before this is so, the result is `plain`."""
+    x the tokens of the fullest part of `plain`. If at some point no swap helps, the result is `plain`."""
 
     def order(row: SampleId) -> tuple[int, SampleId]:
         return -lengths[row], row

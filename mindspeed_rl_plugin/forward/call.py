@@ -1,9 +1,10 @@
 """Calls the model's own forward on a micro-batch, with a mask, with none, or with the boundaries of packed rows.
 
-MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since its
-ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by the boundaries, as for a ring,
-and drop the batch dimension, so that ulysses would not find the heads. So the boundaries go through the layers in place
-of the mask, also to layers that are recomputed in the backward pass, and a hook gives them to the attention.
+MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since in
+attention its ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by the boundaries,
+as for a ring, and drop the batch dimension, so that ulysses would not find the heads. So the boundaries go through the
+layers in place of the mask, also to layers that are recomputed in the backward pass, and a hook gives them to the
+attention.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
 
     Megatron's positions continue over the complete micro-batch. In exact arithmetic the result is the same, since
     attention depends on differences of positions. In float32 an angle at position 10,000 is a thousand times less exact
-    than at 10. With boundaries Megatron's attention restarts by itself. Multi-latent attention always continues.
+    than at 10. With boundaries Megatron's attention restarts positions by itself. Multi-latent attention never does.
     """
     rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:

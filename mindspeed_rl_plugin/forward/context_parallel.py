@@ -23,8 +23,8 @@ def positions(length: int, device: torch.device | str = "cpu") -> Tensor | None:
     """`[S / cp]` int64, positions of this rank in rows of `length`, in the rank's order; None if it has all positions.
 
     The training framework's function that splits tokens also splits these positions, as attention and rotary embeddings
-    of this job expect it. Megatron and MindSpeed's ring give a rank two pieces, one from each half of the row,
-    MindSpeed's ulysses one piece, its hybrid algorithm a mixture of both.
+    of this job expect it. Megatron and MindSpeed's ring give a rank two pieces, one from each half of the row.
+    MindSpeed's ulysses gives one piece, and its hybrid algorithm mixes both.
     """
     if parallel_state.get_context_parallel_world_size() <= 1:
         return None

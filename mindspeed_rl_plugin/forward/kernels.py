@@ -17,7 +17,8 @@ WARPS = 8
 def add_slice(logits: Tensor, label: Tensor, temperature: float, sums: Tensor) -> None:
     """Add a slice of the vocabulary to the running sums of every token, in place.
 
-    logits: `[T, n]`; label: `[T]` int64, column of the label in this slice; below 0 or from n on: in another slice;
+    logits: `[T, n]`; label: `[T]` int64, column of the label in this slice (below 0, or at least n: the label is in
+    another slice).
     sums: `[4, T]` float32, contiguous: the largest scaled logit m so far, sum e^(x-m), sum e^(x-m) (x-m), and x at the
     label. Before the first slice: a large negative number and three zeros.
     """

@@ -1,4 +1,4 @@
-"""Log-probs instead of logits from an unmodified Megatron model: during a call its output layer is replaced."""
+"""Log-probs instead of logits from a Megatron model: during a call, `forward` of its output layer is replaced."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def score(
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
     else:
         hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
-    # Also rows that the update masks, as in earlier passes: matrix products of another size round differently.
+    # Earlier passes score rows that the update masks; score them here, too: products of another size round differently.
     scored = batch.columns.get("scored", batch.mask).bool()
     wanted = scored.t().reshape(-1).nonzero()[:, 0]
     logp, entropy = chunked_token_logps(

@@ -170,9 +170,9 @@ def run_forward_only(
 def compute_logps(model: Model, micro_batches: Sequence[Rows], settings: ForwardSettings) -> list[Ragged] | None:
     """Log-prob of each trained token, in nats, at the sampling temperature. Collective over the model parallel ranks.
 
-    micro_batches: those of this data parallel rank, with `tokens` and `loss_mask`. Give those of the update: equal rows
-    with equal padding give equal results. Returns one ragged column `[L]` float32 for each micro-batch, 0.0 if the mask
-    is 0; None on ranks that are not on the last pipeline stage.
+    micro_batches: those of this data parallel rank, with `tokens` and `loss_mask`. Give the update's micro-batches:
+    equal rows with equal padding give equal results. Returns one ragged column `[L]` float32 for each micro-batch, 0.0
+    if the mask is 0; None on ranks that are not on the last pipeline stage.
     """
     batches = [collate(rows, settings, index=i) for i, rows in enumerate(micro_batches)]
 
@@ -204,7 +204,7 @@ def _evaluating(model: Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncounted(model: Model) -> Iterator[None]:
-    """Restores the token counts of routers afterwards, from which the update computes the expert bias.
+    """Restores, after the pass, the routers' token counts, from which the update computes the expert bias.
 
     Routers count if gradients are computed, and MindSpeed's layers with overlapped communication always run the router
     with gradients (moe_layer_overlap_all2all.py: their forward pass makes its own graph).

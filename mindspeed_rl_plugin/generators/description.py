@@ -24,7 +24,7 @@ class Description:
 
     engine: VllmOptions  # options of an engine, from the job's flags
     sampling: Sampling  # of a rollout's responses
-    seed: int  # base of their seeds
+    seed: int  # base of the responses' seeds
     inflight: str  # what new weights do to unfinished responses: keep, recompute or drain
     strict: bool  # whether one version samples each rollout, and each engine samples an equal part of it
     deadline: float  # most seconds of a wait

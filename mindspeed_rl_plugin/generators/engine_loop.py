@@ -40,7 +40,8 @@ class Team(GroupPeers):
         return [rank for rank, name in enumerate(machines) if name == machines[self.rank]]
 
     def of_replica(self, engine: Engine, deadline: float) -> Peers:
-        """The ranks of this rank's engine, one of those that share experts. Collective. deadline: seconds of a wait."""
+        """The ranks of this rank's engine, without those of engines that share its experts. Collective. deadline:
+        seconds of a wait."""
         return self if engine.replicas == 1 else make_peers(self, (engine.replica,), self._group, deadline)
 
 

@@ -70,17 +70,21 @@ def _wanted(state: EngineState) -> int:
 
 
 def _may_apply(state: EngineState, wanted: int) -> bool:
-    """Whether to apply the pulled version now: if it is the wanted version or, if the newest is wanted, newer than the
-    engine's; and if the running rows allow it (with `drain`: if there are none)."""
+    """Whether to apply the pulled version now. It must be the wanted version or, if the newest is wanted, newer than
+    the engine's; and all running rows must allow it (with `drain`: there must be none)."""
     fits = state.pulled == wanted or (wanted == state.announced and state.pulled > state.version)
     waits = state.drain and state.running
     return fits and not waits and all(row.bound.allows(state.pulled) for row in state.running.values())
 
 
 def _may_take(state: EngineState) -> bool:
-    """Whether to lease rows. An engine does not lease without weights, while newer weights wait until its running rows
-    end, or if it has no running rows and may not sample the dock's next rows. With running rows it asks the dock again,
-    since other engines may have taken those next rows (but under a strict order it never leases with running rows)."""
+    """Whether to lease rows. Not without weights; not while pulled weights wait for the end of running rows; and not if
+    no row runs and the engine may not sample the dock's next rows. If rows run, the engine asks the dock again, since
+    other engines may have taken those next rows.
+
+    Under a strict order an engine leases only if no row runs. It also asks without weights, once the job has announced
+    some: the answer says which version it needs.
+    """
     if state.strict:
         return not state.running and state.needs is None and max(state.version, state.announced) >= 0
     draining = state.drain and state.pulled > state.version

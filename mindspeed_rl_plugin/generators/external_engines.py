@@ -102,7 +102,7 @@ class _Supervisor:
 class ExternalEngines:
     """Supervisors of Ray's engines and of the user's servers, on the leader.
 
-    secret_file: with which engines join, until `close`; ended: the schedule calls it when the job has ended in order;
+    secret_file: with which engines join, until `close`; ended: the schedule calls it when the job ends normally;
     ray: engines that Ray places, None: none; urls: of servers that generate; folder: of the run.
     """
 

@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--secret-file", required=True, help="the job's secret file, of mode 600; its path is printed")
     parser.add_argument("--engine-url", metavar="URL", help="generate with this `vllm serve`, see docs/schedules.md")
     parser.add_argument("--max-running", type=int, help="most sequences decoded at once (default: the job's)")
-    parser.add_argument("--kv-cache-gb", type=float, help="KV cache of one rank on a host without accelerator")
+    parser.add_argument("--kv-cache-gb", type=float, help="GiB of one rank's KV cache, on a host without accelerator")
     parser.add_argument("--device-memory-utilization", type=float, help="share of the device's memory for the engine")
     of_job = "copy of the job's tokenizer here, if the job runs elsewhere and has --rl-stop, tools or environments"
     parser.add_argument("--tokenizer", help=of_job)

@@ -116,7 +116,7 @@ def store() -> dist.Store:
 
 
 def begin() -> None:
-    """If the launcher may restart its ranks, let them connect with a new store for this start, since the launcher's
+    """If the launcher may restart its ranks, let them connect through a new store for this start: the launcher's
     store still has addresses of dead ranks. The store is at rank 0's address, not at MASTER_ADDR: that host may forward
     only MASTER_PORT (in Kubernetes). Raises TimeoutError if rank 0 does not start."""
     global _own_store
@@ -135,8 +135,8 @@ def begin() -> None:
 def agree(
     keys: dist.Store, rank: int, world: int, place: str, end: Callable[[int], object] = os._exit
 ) -> tuple[str, str]:
-    """Agree on a name of this start and on `place` (host and port) of its rank 0; keys of earlier starts do not
-    disturb. (TORCHELASTIC_RESTART_COUNT cannot be the name, since agents count restarts separately.) From then on `end`
+    """Agree on a name of this start and on `place` (host and port) of its rank 0; keys of earlier starts have no
+    effect. (TORCHELASTIC_RESTART_COUNT cannot be the name, since agents count restarts separately.) From then on `end`
     is called when another rank was restarted: rank 0 watches all other ranks, and these watch rank 0."""
     if rank == 0:
         name = secrets.token_hex(8)
@@ -193,12 +193,12 @@ def publish_address(address: str, secret_file: str) -> None:
 
 
 def publish_end() -> None:
-    """Called by the first trainer, when the job has ended in order."""
+    """Called by the first trainer, when the job has ended normally."""
     store().set(ENDED, "")
 
 
 def has_ended() -> bool:
-    """Whether the job has ended in order; it may do so before an engine has joined."""
+    """Whether the job has ended normally; it may end before an engine has joined."""
     try:
         return store().check([ENDED])
     except dist.DistError:

@@ -183,7 +183,7 @@ class OnRay:
 
     def free(self) -> str:
         """A text with the resources that an engine needs, and those that are free in the cluster."""
-        free, whole = self._ray.available_resources(), self._ray.cluster_resources()  # resources of 0 are missing
+        free, whole = self._ray.available_resources(), self._ray.cluster_resources()  # 0 of a resource is left out
         return (
             f"each needs {self._ranks} {self._kind} of one node, and {free.get(self._kind, 0):g} of the cluster's "
             f"{whole.get(self._kind, 0):g} are free; end the programs that use the others, or add nodes"

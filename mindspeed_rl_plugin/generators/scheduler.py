@@ -150,7 +150,7 @@ class Scheduler:
             self._reported = now
             counts = {**self.counts, "seconds": now - self._began}
             self._hear(self.dock.report(counts, self.spans.take(now)))
-        elif needs is not None and needs.oldest > self.state.announced:  # rows may need weights that are just announced
+        elif needs is not None and needs.oldest > self.state.announced:  # rows may need weights announced just now
             self._hear(self.dock.news(self._news, 0.0))
 
     def _hear(self, announced: Announced) -> None:
@@ -211,7 +211,7 @@ class Scheduler:
 
 
 class Spans:
-    """Spans of time; spans of one kind are joined if they follow each other closely. For several threads."""
+    """Spans of time; spans of one kind are joined if they follow each other closely. Threads may share it."""
 
     def __init__(self) -> None:
         self._since_epoch = time.time() - time.monotonic()

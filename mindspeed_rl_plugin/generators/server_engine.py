@@ -210,7 +210,7 @@ class ServerWeights:
 
     def close(self) -> None:
         """Let the workers leave the job, so that the server is free for another job. A server that has ended is no
-        error. The longer the server has been silent, the shorter the wait, since the job waits for the rows."""
+        error. The longer the server has been silent, the shorter the wait, after which its rows are leased again."""
         self._closing.set()
         patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)
         with contextlib.suppress(*SERVER_ERRORS):

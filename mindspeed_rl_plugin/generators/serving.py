@@ -38,7 +38,7 @@ def serve(
     trace: Trace | None = None,
     **changed: Any,
 ) -> None:
-    """Generate for the job at `address` until it leaves the dock. Collective over the ranks of the engine.
+    """Generate for the job at `address` until the job ends or the engine leaves. Collective over the engine's ranks.
 
     secret: of the job, or path of a file with it.
     share: (i, n): under a strict order this engine samples part i of n of each rollout; None: the order is free.
@@ -115,7 +115,7 @@ def sized(options: VllmOptions, ranks: int) -> VllmOptions:
 
 def tokenizer_here(job: Description, options: VllmOptions, url: str, given: str | None) -> str | None:
     """The directory of the tokenizer that this process needs; None: it needs none (a server at `url` has its own).
-    Raises ValueError if `given` has no use beside the server, or if the tokens are not those of the job's tokenizer."""
+    Raises ValueError if `given` is not needed, or if the tokens are not those of the job's tokenizer."""
     if url and job.tokenizer is None:
         if given is not None:
             raise ValueError(

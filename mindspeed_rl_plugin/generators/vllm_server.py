@@ -21,7 +21,7 @@ EXTENSION = f"{__package__}.server_worker.ServerWorker"
 GENERATE_PATH = "/inference/v1/generate"  # token ids in, token ids out, with log-probs and the version of each token
 # vLLM has these routes only with VLLM_SERVER_DEV_MODE=1.
 DEVELOPMENT = ("/collective_rpc", "/pause", "/resume", "/server_info")
-VERSIONS = "/update_weight_version"  # since 0.32
+VERSIONS = "/update_weight_version"  # since vLLM 0.32
 ASK_SECONDS = 60.0  # for the answer to a request that costs little work
 ERROR_CHARACTERS = 500  # most characters of an answer that an error shows
 

@@ -24,15 +24,15 @@ REQUIRED_NPU = {
 # name -> value; a value that the user has set is kept. On a CPU vLLM prints about 20 useless warnings on each rank.
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
 DEFAULTS_CPU = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# vLLM's default is 1 from 0.11 on; with it vLLM finds no peers if a process sees only some GPUs (vllm issue 38550).
+# Since 0.11 vLLM's default is 1, with which it finds no peers if a process sees only some GPUs (vllm issue 38550).
 DEFAULTS_CUDA = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
-# The sleep mode's memory pools do not work with expandable segments: vllm-ascend, and vLLM on CUDA before 0.23, assert
-# that they are off. vLLM on CUDA from 0.23 on turns them off around its pools.
+# The sleep mode's memory pools do not work with expandable segments: vllm-ascend, and vLLM < 0.23 on CUDA, assert that
+# they are off. vLLM >= 0.23 on CUDA turns them off around its pools.
 ALLOCATOR_SETTINGS = {"npu": ("PYTORCH_NPU_ALLOC_CONF",), "cuda": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")}
 CUDA_POOLS_FIXED = (0, 23)
-# Before this version vllm-ascend subtracts memory that is not free from the engine's share.
+# Before this version vllm-ascend reduces the engine's share by the memory that is not free.
 ASCEND_SHARE_FREE = (0, 15)
-# From 0.11 on there is only the V1 engine, and no variable that chooses it.
+# Since 0.11 there is only the V1 engine, and no variable that chooses it.
 V1_SWITCH_GONE = (0, 11)
 
 
@@ -91,7 +91,7 @@ def engines_share_experts() -> bool:
     import takes seconds and needs the variables."""
     package = importlib.util.find_spec("vllm")
     if package is None:
-        return True  # `vllm_version` raises an error
+        return True  # `vllm_version` reports that vLLM is missing
     source = Path(package.origin).parent / "v1" / "engine" / "llm_engine.py"
     return source.is_file() and "external_launcher_dp" in source.read_text()
 

@@ -98,7 +98,7 @@ def _write_item(module: ModuleType) -> None:
 
 @_gap("megatron.core.utils", "_te_version", "core 0.12", CORE_0_12)
 def _te_version(module: ModuleType) -> None:
-    """When core 0.12 loads a distributed checkpoint, it imports TransformerEngine for its version; here that fails."""
+    """When core 0.12 loads a distributed checkpoint, it reads the version of TransformerEngine; here that fails."""
     if hasattr(module, "_te_version") and importlib.util.find_spec("transformer_engine") is None:
         module._te_version = Version("0")
 

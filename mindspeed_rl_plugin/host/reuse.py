@@ -1,6 +1,6 @@
 """MindSpeed's `reuse_data_ptr` on a host: a storage points into another one, without owning it.
 
-No operator of torch does this; `Tensor.set_` gives a tensor another storage, but not the tensor's views. So a function
+No operator of torch does this: `Tensor.set_` changes the storage of a tensor, but not that of its views. So a function
 of a few lines is compiled (this takes seconds), and stored in torch's folder of extensions.
 """
 

@@ -17,10 +17,11 @@ import torch
 # name -> why the engine needs torch's function. tests/host/test_torch_originals.py lists the other functions of torch
 # that MindSpeed replaces, and why their replacements may stay.
 RESTORED = {
-    "torch.compile": "MindSpeed's returns its argument: the engine would decode without graphs; with torch 2.10 it "
-    "would not start",
-    "torch.jit.script": "MindSpeed's returns its argument",
-    "torch.Tensor.view": "MindSpeed's is a view of a copy if the tensor is not contiguous: writes into it are lost",
+    "torch.compile": "MindSpeed's function returns its argument: the engine would decode without graphs; with torch "
+    "2.10 it would not start",
+    "torch.jit.script": "MindSpeed's function returns its argument",
+    "torch.Tensor.view": "MindSpeed's function returns a view of a copy if the tensor is not contiguous: writes "
+    "into it are lost",
 }
 
 
@@ -55,5 +56,5 @@ def _record() -> dict[str, Any]:
     """The recorded patches by the names that they replace; empty without adaptors."""
     mindspeed = getattr(sys.modules.get("mindspeed.patch_utils"), "MindSpeedPatchesManager", None)
     adaptor = getattr(sys.modules.get("megatron_adaptor.patches.patch_manager"), "PatchesManager", None)
-    # The records of MegatronAdaptor override: it patched first, so they have torch's own functions.
+    # MegatronAdaptor's records take precedence: it patched first, so they have torch's own functions.
     return {**getattr(mindspeed, "patches_info", {}), **getattr(adaptor, "patches_info", {})}

@@ -1,4 +1,4 @@
-"""Messages of a run that cannot continue: refusals without traceback, the folder of a full disk, one line after Ctrl-C.
+"""Messages of a run that cannot continue: refusals without traceback, which disk is full, one line after Ctrl-C.
 
 Errors are also written to the file from which torchrun reads the reason of a failure. So they appear in torchrun's
 summary, in the last lines of a job.

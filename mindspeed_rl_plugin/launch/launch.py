@@ -248,7 +248,7 @@ def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict
 
 
 def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
-    """As `not_saved`, but for the policy's optimizer, not saved while only the critic has been trained."""
+    """As `not_saved`, but for the policy's optimizer, which is not saved while only the critic is trained."""
     return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
 
 

@@ -61,8 +61,8 @@ def compared(values: Mapping[str, Any]) -> dict[str, Any]:
 def settled(recorded: Mapping[str, Any] | None, args: Any) -> dict[str, bool]:
     """Arguments with which Megatron accepts a schedule that has another length but the same rates in all steps.
 
-    The rates are the same with a constant learning rate after the same warm-up and a constant weight decay. In other
-    cases the result is empty, and Megatron's own comparison decides.
+    The rates are the same if the learning rate is constant after the same warm-up, and the weight decay is constant. In
+    other cases the result is empty, and Megatron's own comparison decides.
     """
     if recorded is None or getattr(args, "use_checkpoint_opt_param_scheduler", False):
         return {}
@@ -145,7 +145,7 @@ def share_rates(saved: Sequence[dict], groups: Sequence[dict], override: bool) -
     """With override, copy the rates of the optimizer's parameter groups to those of a checkpoint; without, in the other
     direction.
 
-    From core 0.16 on --decoupled-lr makes groups with equal keys: optimizer and checkpoint have them in the same order.
+    Since core 0.16, --decoupled-lr makes groups with equal keys: optimizer and checkpoint have them in the same order.
     """
     ours = list(groups)
     for theirs in saved:

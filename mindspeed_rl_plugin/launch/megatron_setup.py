@@ -73,7 +73,7 @@ def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
 
     @functools.wraps(own)
     def forward(*positional: Any, **named: Any) -> Any:
-        # Only during the call: the code that builds, saves and reduces the model still needs both values.
+        # Only during the call: code that builds or saves the model, or reduces gradients, needs both values.
         saved = chunk.mtp_process, chunk.config.mtp_num_layers
         chunk.mtp_process, chunk.config.mtp_num_layers = False, None
         try:
@@ -86,10 +86,10 @@ def freeze_mtp(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def report_unused_embeddings(chunks: Iterable[torch.nn.Module]) -> None:
-    """With `--overlap-grad-reduce`: report a gradient for embeddings that only frozen MTP layers use.
+    """With `--overlap-grad-reduce`: tell Megatron's DDP that embeddings which only frozen MTP layers use are ready.
 
-    These embeddings are a copy on the last pipeline stage. Megatron's DDP sends gradients when all parameters have one,
-    and would wait for ever for that of the copy. It is zero, and is later added to the first stage's gradient. chunks:
+    These embeddings are a copy on the last pipeline stage. DDP sends gradients when all parameters have one, and would
+    wait for ever for the copy's gradient. That gradient is zero, and is later added to the first stage's. chunks:
     wrapped by Megatron.
     """
     for chunk in chunks:

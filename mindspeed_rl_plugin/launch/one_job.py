@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.service.guest_dock import here
 from mindspeed_rl_plugin.status import status_file
 
 FILE = "owner.json"  # in SAVE/rl
-BEAT_SECONDS = 5.0
+BEAT_SECONDS = 5.0  # between two heartbeats
 DEAD_SECONDS = 60.0  # after this time without a heartbeat an owner on another machine counts as dead
 
 NAMED = {"machine", "process", "began", "name", "since", "launch"}  # fields of the file

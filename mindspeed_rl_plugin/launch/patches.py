@@ -70,7 +70,7 @@ OF_MINDSPEED_LLM: tuple[Patch, ...] = (
         target="mindspeed_llm.training.initialize._convert_weights_if_needed",
         hook=hooks.under_rl("convert_weights"),
         leading=("args", "shared"),
-        why="a resume needs no weights of --load, but they would be converted again; and its errors name no flag",
+        why="a resume needs no weights of --load, but they would be converted again; conversion errors name no flag",
         versions="MindSpeed-LLM 2.3.0 training/checkpointing.py:310, 26.1.0 :421",
         remove_when="it converts only weights that are not converted yet",
     ),

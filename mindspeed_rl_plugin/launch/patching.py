@@ -28,7 +28,7 @@ MINDSPEED_ADAPTORS = (
     "mindspeed_llm.tasks.megatron_adaptor",
     "mindspeed_llm.tasks.megatron_adaptor_v2",
 )
-# From core_r0.17.0 on MindSpeed imports this adaptor first. It also reads the command line and patches Megatron.
+# Since core_r0.17.0 MindSpeed imports this adaptor first. It also reads the command line and patches Megatron.
 BASE_ADAPTOR = "megatron_adaptor"
 
 
