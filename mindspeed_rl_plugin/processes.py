@@ -20,7 +20,7 @@ from mindspeed_rl_plugin.environment import flush_output, last_words, launcher
 
 Result = TypeVar("Result")
 LAUNCHER_LOOK_SECONDS = 1.0  # between two checks of the launcher
-INTERRUPT_SECONDS = 3.0  # in which the main thread should handle SIGINT; torchrun kills the process after 30
+INTERRUPT_SECONDS = 3.0  # time for the main thread to handle SIGINT; torchrun kills the process after 30 s
 
 
 def began(process: int) -> int | None:

@@ -82,7 +82,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
 def _check_trace(traced: Traced, inputs: Inputs) -> None:
     stages = [*(spec.name for spec in inputs.table()), "update", "evaluate"]
     if unknown := [name for name in traced.stages if name not in stages]:
-        raise ValueError(f"--rl-trace names stage {unknown[0]}, which this run does not have: {', '.join(stages)}")
+        raise ValueError(f"--rl-trace names stage {unknown[0]}, which this run lacks; its stages: {', '.join(stages)}")
     if traced.last > inputs.args.train_iters:
         raise ValueError(f"--rl-trace ends with iteration {traced.last}, --train-iters is {inputs.args.train_iters}")
 

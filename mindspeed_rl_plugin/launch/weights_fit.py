@@ -1,8 +1,8 @@
 """Refuses weights that do not fit the model, while Megatron loads them.
 
-If a strict load fails, Megatron from core 0.16 on loads the parameters that fit and continues (`load_model_state_dict`
-of megatron/training/checkpointing.py, for extra states of TransformerEngine). Other layers in the file would be
-ignored, and layers that are missing in the file would keep their initial values.
+If a strict load fails, Megatron (core 0.16 and later) loads the parameters that fit and continues. (This is
+`load_model_state_dict` of megatron/training/checkpointing.py, made for extra states of TransformerEngine.) Other layers
+in the file would be ignored, and layers that are missing in the file would keep their initial values.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ FAMILIES = {
         ),
     ),
 }
-# Families with the `model_type` of another one: GLM-4.5 (355B), and DeepSeek-V2 (236B), which has groups of experts.
+# Families with the `model_type` of another family: GLM-4.5 (355B), and DeepSeek-V2 (236B), which has groups of experts.
 FAMILIES["glm4_moe_355b"] = replace(
     FAMILIES["glm4_moe"],
     rows=FAMILIES["glm4_moe"].rows + QK_NORM,
@@ -194,14 +194,14 @@ FAMILIES["deepseek_v2_236b"] = replace(
     ),
     model_type="deepseek_v2",
 )
-# Families with the rows of another one, and their own `model_type`.
+# Families with the rows of another family, and their own `model_type`.
 FAMILIES["mistral"] = replace(FAMILIES["llama"], hf=HfConfig(window=True), twin="llama")
 FAMILIES["kimi_k2"] = replace(FAMILIES["deepseek_v3"], twin="deepseek_v3")
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Family of a config.json: of those with its `model_type`, the one with the fewest `fixed` fields that have another
-    value in the config; "" if no family has this type."""
+    """Family of a config.json; "" if no family has its `model_type`. If several have it: the family with the fewest
+    `fixed` fields whose value in the config differs."""
     named = [n for n, f in FAMILIES.items() if (f.model_type or n) == config.get("model_type")]
 
     def differ(name: str) -> int:

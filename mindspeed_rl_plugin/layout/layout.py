@@ -36,8 +36,8 @@ class Segment(NamedTuple):
         return self.start + self.size
 
     def of(self, param: Any) -> Any:
-        """The part of a stored parameter to which `axis` and `offset` refer: of stacked experts the matrix of expert
-        `slot`, transposed back if it is stored transposed."""
+        """The part of a stored parameter to which `axis` and `offset` refer: all of it; if experts are stacked, the
+        matrix of expert `slot`, transposed back if it is stored transposed."""
         if self.slot >= 0:
             param = (param.view(self.grid) if self.grid else param)[self.slot]
         return param.t() if self.transposed else param

@@ -222,7 +222,7 @@ def chunk_prefix(chunk: int, chunks: int) -> str:
 def folds(args: argparse.Namespace) -> bool:
     """Whether MindSpeed's `--schedules-method dualpipev` places the layers.
 
-    Raises ValueError for another method, for one pipeline stage, and for other flags that place layers, even if
+    Raises ValueError for another method, for a single pipeline stage, and for other flags that place layers, even if
     MindSpeed accepts or ignores these. Source: dualpipev_feature.py and core/pipeline_parallel/dualpipev of 26.1.0.
     """
     given = getattr(args, "schedules_method", None)
@@ -235,7 +235,8 @@ def folds(args: argparse.Namespace) -> bool:
         raise ValueError(f"--schedules-method dualpipev gives every chunk the same number of layers; remove {shown}")
     if args.pipeline_model_parallel_size == 1:
         raise ValueError(
-            "--schedules-method dualpipev needs --pipeline-model-parallel-size of at least 2; remove one of these flags"
+            "--schedules-method dualpipev needs at least 2 pipeline stages; raise --pipeline-model-parallel-size, or "
+            "remove --schedules-method"
         )
     return True
 
@@ -255,7 +256,7 @@ def noop_layers(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def spread_experts(args: argparse.Namespace) -> int:
-    """The number of tensor parallel ranks over which MindSpeed's `--moe-tp-extend-ep` spreads experts; else 1.
+    """The number of tensor parallel ranks over which MindSpeed's `--moe-tp-extend-ep` spreads experts; 1 without it.
 
     Tensor parallel rank t of expert parallel rank e has part e x tp + t of the experts. Tokens are sent within the
     experts' tensor and expert parallel group, which must therefore have tp x ep ranks. Raises ValueError for another

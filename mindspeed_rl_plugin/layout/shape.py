@@ -92,7 +92,7 @@ class ModelShape:
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """Sizes by the names that `family_table.Part` has: the fields, and those below (`value`: of all heads)."""
+        """Sizes by the names in `family_table.Part`: the fields, and those below (here `value` is of all heads)."""
         return vars(self) | {
             "query": self.heads * self.head_dim,
             "key": self.groups * self.head_dim,
@@ -109,7 +109,7 @@ class ModelShape:
         return tuple(self._sizes[name] for name in part.shape)
 
     def names_of(self, row: Row, layer: int, expert: int = 0) -> tuple[str, ...]:
-        """Canonical names of a row's parts; that of a tied head is the embedding's. layer, expert: global numbers."""
+        """Canonical names of a row's parts; a tied head has the embedding's name. layer, expert: global numbers."""
         names = (self.table.embedding if self.tied and part.name == HEAD_WEIGHT else part.name for part in row.parts)
         return tuple(name.format(layer=layer, expert=expert) for name in names)
 

@@ -92,10 +92,10 @@ def make_plan(
 
     tensors: the canonical tensors; itemsize: bytes of an element of a message; node_size: number of consecutive ranks
     on one node (None: all); rank: keep only this rank's copies and moves. A rank that has a slice in its own trainer
-    parameters copies it. Else a rank of its node sends the slice; if none has it, a rank of the node that has sent the
-    fewest bytes to other nodes. Of several such ranks, the one that has sent the fewest bytes. Raises ValueError if no
-    source has a needed slice, or half a bucket is smaller than a slice; AssertionError if a layout stores a tensor that
-    the model lacks, or if segments of an engine's parameter overlap.
+    parameters copies it. Else a rank of its node sends the slice; if no rank of its node has it, a rank of the node
+    that sent the fewest bytes to other nodes so far. Of several such ranks, the one that sent the fewest bytes so far
+    sends the slice. Raises ValueError if no source has a needed slice, or half a bucket is smaller than a slice;
+    AssertionError if a layout stores a tensor that the model lacks, or if segments of an engine's parameter overlap.
     """
     holders = Holders(sources, tensors, node_size or 1 + max(*sources, *destinations))
     wanted = [(_places(layout, ranks[0], tensors), ranks) for layout, ranks in _classes(destinations)]
@@ -124,7 +124,7 @@ def _classes(layouts: Mapping[int, Layout]) -> list[tuple[Layout, tuple[int, ...
 
 
 class _Pool:
-    """Ranks that have a range of slices. place: rank -> where it has them; near: node -> those ranks that are on it."""
+    """Ranks that have a range of slices. place: rank -> where it has them; near: node -> the ranks on it."""
 
     def __init__(self, held: Sequence[tuple[Place, tuple[int, ...]]], node_size: int) -> None:
         self.place: dict[int, Place] = {}
@@ -225,7 +225,7 @@ class _Builder:
             near = pool.near.get(rank // self.node_size)
             if near:
                 source = min(near, key=self.sent.__getitem__)
-            else:  # a rank of the node that has sent least to other nodes
+            else:  # a rank of the node that sent the fewest bytes to other nodes
                 source = min(pool.ranks, key=lambda r: (self.node_sent[r // self.node_size], self.sent[r]))
                 self.node_sent[source // self.node_size] += nbytes
             place = pool.place[source]

@@ -101,8 +101,8 @@ class Colocation:
         self.state.start_onload(self.offloaded & {"optimizer"})
 
     def start_offload(self) -> None:
-        """Begin to offload what --rl-swap names, except weights, of policy and critic: drop gradients, copy optimizer
-        state to the host (unless begun already). Until `finish_offload` a checkpoint may still read the latter."""
+        """Begin to offload the state of policy and critic that --rl-swap names, except weights, unless begun already:
+        drop gradients, copy optimizer state to the host. Until `finish_offload` a checkpoint may read the latter."""
         for state in self._states:
             state.start_offload(self.offloaded - {"params"})
 

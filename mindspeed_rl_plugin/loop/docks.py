@@ -105,9 +105,9 @@ class DockSize:
         self._check_round(int(np.bincount(owners).max()))
 
     def check_resumed(self, used: np.ndarray, deferred: np.ndarray, owners: np.ndarray) -> None:
-        """Check that each machine can hold its groups of the checkpoint, and one the most deferred groups and the
-        most groups of a round. used, deferred, owners: machine of each group in use, each deferred group, each group of
-        a round."""
+        """Check that each machine can hold its groups of the checkpoint, and that a machine could hold the most
+        deferred groups of any machine plus the most groups of a round on any machine. used, deferred, owners: machine
+        of each group in use, each deferred group, each group of a round."""
         machines = 1 + max((int(part.max()) for part in (used, deferred, owners) if len(part)), default=0)
         used, deferred, round_ = (np.bincount(part, minlength=machines) for part in (used, deferred, owners))
         self._fits(groups=int(max((used + deferred).max(), deferred.max() + round_.max())))

@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 class Placement:
     """Machine, data parallel rank and engine of all ranks."""
 
-    node: tuple[int, ...]  # machine of each rank, numbered from 0 by lowest rank
+    node: tuple[int, ...]  # machine of each rank; machines are numbered by their lowest ranks, from 0
     dp_rank: tuple[int, ...]  # data parallel rank of each rank
     engine: tuple[int, ...]  # rollout engine of each rank
 
@@ -50,7 +50,7 @@ class Placement:
 
     def owners(self, plan: Sequence[Step], groups: int) -> np.ndarray:
         """`[groups]` machine of each group of a rollout that `plan` trains: a machine of the data parallel rank that
-        trains the group's first row. If there are several: that with the fewest groups so far, divided by its ranks."""
+        trains the group's first row. If there are several: the one with the fewest groups per rank so far."""
         first: dict[int, tuple[int, int]] = {}
         for step in plan:
             for dp_rank, batches in enumerate(step.micro_batches):
@@ -66,15 +66,15 @@ class Placement:
         return owners
 
     def generated_by(self, engine: int, ids: Sequence[SampleId], owners: np.ndarray) -> list[SampleId]:
-        """Rows of one epoch that an engine samples: the same number for every engine, and as many as possible on the
-        machine that owns them."""
+        """Rows of one epoch that an engine samples: the same number for every engine (or one more), and as many as
+        possible on the machine that owns them."""
         ordered, engines = sorted(ids), range(max(self.engine) + 1)
         places = [(self.node[self.engine.index(e)],) for e in engines]
         return deal(ordered, [int(owners[i.group]) for i in ordered], places)[engine]
 
     def graded_by(self, rank: int, groups: Sequence[Group], owner: Callable[[Group], int]) -> list[Group]:
-        """Groups that a rank grades: the same number for every rank, and as many as possible on the machine that owns
-        them."""
+        """Groups that a rank grades: the same number for every rank (or one more), and as many as possible on the
+        machine that owns them."""
         ordered = sorted(groups)
         return deal(ordered, [owner(g) for g in ordered], [(n,) for n in self.node])[rank]
 

@@ -1,4 +1,4 @@
-"""Checks at a resume: whether the present flags fit the checkpoint's rollout in use and its groups for later ones."""
+"""Checks at a resume: whether the present flags fit the checkpoint's rollout in use and groups for later rollouts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def check_ahead(
     if problems:
         raise ValueError(
             f"the checkpoint of iteration {iteration} holds {many} prompts that were admitted ahead of training, and "
-            f"{'; '.join(problems)}: resume with the former values; after the last iteration there are none"
+            f"{'; '.join(problems)}: resume with the former values, or from a checkpoint "
+            "of the run's last iteration, which has no such prompts"
         )
 
 
@@ -144,9 +145,9 @@ def _check_own(state: Mapping[str, Any], own: Sequence[str]) -> None:
         )
     if changed := sorted({column for have in held for column in have if "@" in column} - set(own)):
         raise ValueError(
-            f"the checkpoint holds {len(state['carried'])} groups that dynamic sampling deferred, with {changed[0]}: a "
-            "stage of --rl-stage that is not given now has changed them; give it, or --no-rl-dynamic-sampling, which "
-            "drops these groups"
+            f"the checkpoint holds {len(state['carried'])} groups that dynamic sampling deferred, with {changed[0]}: "
+            "they were changed by a stage that --rl-stage does not name now; add this stage, or give "
+            "--no-rl-dynamic-sampling, which drops these groups"
         )
 
 

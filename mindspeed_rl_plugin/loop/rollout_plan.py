@@ -40,13 +40,14 @@ class RolloutPlan:
     queue: (epoch, number of groups) of epochs in the dock that are collected later.
     groups: of the rollout, in training order.
     deferred: groups that are sampled, graded and kept in the dock for the next rollout.
-    lengths: group -> tokens of each of its rows, with the prompt; of `groups`, `deferred` and groups just graded.
+    lengths: group -> number of tokens of each row, prompt included; for `groups`, `deferred` and groups just graded.
     steps: remaining optimizer steps.
     rounds: epoch -> number of its groups; an epoch that is missing here has as many as a rollout.
     sizes: of a rollout.
     placement: which ranks work on which rows.
     budget: limit of the tokens of a micro-batch; None: a micro-batch has a fixed number of rows.
-    near: whether micro-batches go to ranks near their rows, as always with `budget`; for rollouts of several rounds.
+    near: whether micro-batches go to ranks near their rows if there is no `budget` (with `budget` they always do); true
+      for rollouts of several rounds.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ TEXT = 4000  # characters that are kept of a prompt or response of an evaluation
 EVALUATED = METRIC_PREFIX + "eval/iteration"  # the axis of evaluations in W&B, whose own steps only grow
 DOCK_FILE = "dock-rank{rank}.jsonl"
 PAGE = "docs/when-something-goes-wrong.md#it-runs-but-does-not-learn"
-LATEST, IDLE = 10, 8  # number of last rollouts, and how many of them without differing rewards cause a warning
+LATEST, IDLE = 10, 8  # a warning if IDLE of the last LATEST rollouts have no prompt whose rewards differ
 FAR = 0.5  # nats per token that the policy may move in a rollout without a warning
 
 
@@ -200,7 +200,7 @@ def _value(value: Any) -> Metric:
 
 class LearningWatch:
     """Warns when metrics show that a run learns nothing, or takes too large steps; each warning once.
-    compares: whether the algorithm compares the responses of a prompt: it learns nothing from equal rewards."""
+    compares: whether the algorithm compares the responses of a prompt, and so learns nothing from equal rewards."""
 
     def __init__(self, compares: bool) -> None:
         self._idle: deque[bool] | None = deque(maxlen=LATEST) if compares else None  # None: warned already, or not used

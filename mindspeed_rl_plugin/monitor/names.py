@@ -131,7 +131,10 @@ _UNITS_AND_TEXTS = {
     "weights/bytes_published": ("bytes", "weights that the first rank copied to the host"),
     "weights/pull_seconds": ("s", "mean time to read a version of the weights, while the engine generates"),
     "weights/pause_seconds": ("s", "mean time in which an engine stops generating to take a version"),
-    "weights/bytes_pulled": ("bytes", "weights that an engine read from trainers; 0 if another on its machine did"),
+    "weights/bytes_pulled": (
+        "bytes",
+        "weights that an engine read from trainers; 0 if another engine on its machine did",
+    ),
     "dock/bytes_read": ("bytes", "read from the dock, by all ranks"),
     "dock/bytes_written": ("bytes", "written to the dock, by all ranks"),
     "dock/bytes_remote": ("bytes", "read or written between machines, by all ranks"),

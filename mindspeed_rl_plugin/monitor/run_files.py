@@ -38,7 +38,7 @@ APART_FILE = "events-apart.jsonl"
 HELD_OUT_FILE = "heldout.jsonl"
 LOG_FILE = "log.txt"
 WEIGHTS_PROCESS, PUBLISHED = "weights", "version "
-GENERATOR = "generator"  # names of engines that are ranks of the job's launcher begin with it
+GENERATOR = "generator"  # begin of the names of engines on ranks of the job's launcher
 RUN_FILE = "run.json"
 OWNER_FILE = "dumps-of.json"
 # Settings in run.json other than RL flags.

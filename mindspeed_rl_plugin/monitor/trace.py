@@ -18,8 +18,8 @@ TRACE_FOLDER = "trace"  # in the run's directory
 
 
 class Trace:
-    """Records this process. traced: None for a process that is not traced; folder: for the files; who: begins their
-    names, as "rank0". A file holds one continuous span: the iterations, or one stage of one iteration."""
+    """Records this process. traced: None for a process that is not traced; folder: for the files; who: begin of
+    the files' names, as "rank0". A file holds one continuous span: the iterations, or one stage of one iteration."""
 
     def __init__(self, traced: Traced | None, folder: Path, who: str) -> None:
         self._traced, self._folder, self._who = traced, folder, who

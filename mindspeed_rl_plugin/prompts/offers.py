@@ -100,7 +100,7 @@ class Offers:
         """Why `count` prompts were not accepted within `seconds`, and what to do."""
         if not self._opened:
             return (
-                f"the job was still reading its checkpoint, whose prompts come first, after {seconds:g} s; offer "
+                f"after {seconds:g} s the job was still reading its checkpoint, whose prompts come first; offer "
                 "prompts later, or with a longer deadline"
             )
         return (

@@ -35,9 +35,9 @@ class PairRenderer(Renderer):
     appended: the end-of-text token, or the template's end of a turn if the prompt was rendered before. With
     `chat_template` a response is an assistant message (a string, or a list with one message), which the template
     renders and ends. Prompt and response are tokenized as one text. `Pair.prompt` is the common begin of the prompt's
-    tokens and both texts; a response, and its loss, begins after it. An end that an answer has in the data is
-    written once, even if nothing else would write an end. If a template drops a part of an answer, the text of the data
-    is trained.
+    tokens and the tokens of both texts; a response, and its loss, begins after it. An end that an answer has in the
+    data is written once, even if nothing else would write an end. If a template drops a part of an answer, the text of
+    the data is trained.
 
     Raises ValueError, with file and line, for a row that is no pair.
     """

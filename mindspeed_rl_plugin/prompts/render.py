@@ -27,9 +27,9 @@ HALF = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 class Renderer:
     """Makes prompts of rows: for training, evaluation, offers, and (`PairRenderer`) pairs.
 
-    prompt_key, answer_key: names of fields, with dots for fields inside objects (`reward_model.ground_truth`), which
-    stay in the record too. Every row must have both; null counts as missing. answer_key "": the data has no ground
-    truth. tools: as in `render_chat`.
+    prompt_key, answer_key: names of fields, with dots for fields inside objects (`reward_model.ground_truth`). A
+    field inside an object stays in the record, too. Every row must have both; null counts as missing. answer_key "":
+    the data has no ground truth. tools: as in `render_chat`.
 
     A prompt is a string, or chat messages `{"role", "content", ...}`. Without `chat_template` a string is encoded by
     `text_tokens`, and messages are refused, because no model knows their plain concatenation. With `chat_template` a
@@ -214,7 +214,7 @@ def _answer(value: Any, where: str) -> str:
         json_value = isinstance(value, (bool, int, float, list, dict))
         return json.dumps(value, ensure_ascii=False, allow_nan=False) if json_value else str(value)
     except ValueError as error:
-        raise ValueError(f"{where}: the answer is {value!r:.80}, which nothing equals; correct the data") from error
+        raise ValueError(f"{where}: the answer is {value!r:.80}, which is no valid JSON; correct the data") from error
 
 
 def _as_json(value: Any) -> Any:

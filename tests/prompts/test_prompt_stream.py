@@ -175,7 +175,7 @@ BAD_DATA = [
     ({"a.jsonl": '{"prompt": 3, "answer": "1"}'}, "neither a string nor a list of messages .* but '3'"),
     ({"a.jsonl": '{"prompt": [{"role": "user", "content": "x"}], "answer": ""}'}, "add --rl-apply-chat-template"),
     ({"a.jsonl": '{"prompt": "a", "answer": "\\ud800"}'}, "half of a surrogate pair"),
-    ({"a.jsonl": GOOD + '{"prompt": "a", "answer": NaN}'}, "a.jsonl line 2: the answer is nan, which nothing equals"),
+    ({"a.jsonl": GOOD + '{"prompt": "a", "answer": NaN}'}, "a.jsonl line 2: the answer is nan, which is no valid JSON"),
     ({"a.jsonl": '{"prompt": "a", "answer": [1, -Infinity]}'}, r"the answer is \[1, -inf\], which"),
 ]
 
@@ -284,7 +284,7 @@ def test_offers_that_come_while_a_checkpoint_is_read_are_behind_its_own(stream) 
     before = Offers(data, checked, rollout=1)
     assert offer(before, *ROWS[:4]) == [-1, -2, -3, -4] and len(before.take(1)) == 1
     resumed, numbers = Offers(data, checked, rollout=1, resumes=True), []
-    with pytest.raises(TimeoutError, match=r"still reading its checkpoint, whose prompts come first, after 0\.01 s"):
+    with pytest.raises(TimeoutError, match=r"after 0\.01 s the job was still reading its checkpoint"):
         offer(resumed, ROWS[5], seconds=0.01)
     early = threading.Thread(target=lambda: numbers.extend(offer(resumed, *ROWS[4:6], seconds=20)))
     early.start()

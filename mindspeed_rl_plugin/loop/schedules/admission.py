@@ -64,7 +64,7 @@ class Admission:
         self.versions = kept | {number: 0 if first else version}
 
     def lag(self, version: int) -> int:
-        """Number of publications after the one with `version`; `len(versions)` if it is older than all of these."""
+        """Number of publications after the one with `version`; `len(versions)` if it is older than all `versions`."""
         numbers = sorted(self.versions)
         at = bisect_right([self.versions[n] for n in numbers], version)
         return self.published - numbers[at - 1] if at else self.published - numbers[0] + 1

@@ -144,7 +144,7 @@ class AsyncSchedule(RolloutSchedule):
             self.external_engines.close()
 
     def close(self) -> None:
-        """Tell the launcher's engines that have not joined yet: the job has ended."""
+        """Tell the launcher's engines, in case some have not joined yet, that the job has ended."""
         if self.external_engines is not None:
             self.external_engines.ended()
 
@@ -170,7 +170,7 @@ class AsyncSchedule(RolloutSchedule):
         self.service.announce(done)
 
     def _admit(self) -> None:
-        """Put as many groups into the dock as may be in flight."""
+        """Put as many groups into the dock as may be admitted now."""
         plan, newest = self.job.plan, self.publications.versions[-1]
         how = (VersionBound(newest, newest),) if self.strict else (VersionBound(newest), self._longest.order)
         while groups := self.admission.next_epoch:

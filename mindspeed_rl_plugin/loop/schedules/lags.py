@@ -39,7 +39,7 @@ class Engines:
         self._given_up: list[str] = []
 
     def late(self) -> list[tuple[str, float]]:
-        """Engines without a report for some time, with these seconds."""
+        """Engines without a report for SILENT_SECONDS / 3, with the seconds since their last report."""
         now = self._clock()
         heard = [(f"the engine {called(name)}", now - heard) for name, (_, heard) in list(self._heard.items())]
         return [(text, seconds) for text, seconds in heard if seconds > SILENT_SECONDS / 3]
@@ -108,7 +108,7 @@ class Engines:
 
 
 def lags(dock: Dock, ids: Sequence[SampleId], lag: Callable[[int], int], most: int) -> dict[str, float]:
-    """Metrics of the age of a rollout's tokens, in publications. lag: of a version; most: largest valid lag.
+    """Metrics of the age of a rollout's tokens, in publications. lag: version -> its lag; most: largest valid lag.
 
     Raises RuntimeError for a larger lag: then admission has counted wrongly."""
     rows = dock.read(ids, ("version", "segments", "length"))

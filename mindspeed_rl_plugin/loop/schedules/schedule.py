@@ -66,7 +66,7 @@ class Job:
 
 
 class Schedule:
-    """In which order the stages work, and which at the same time. All ranks call every method."""
+    """In which order the stages work, and which of them work at the same time. All ranks call every method."""
 
     def collect(self, done: int) -> Rollout:
         """A rollout that is ready to train on, after `done` iterations; also evaluates if that is due."""
@@ -117,7 +117,7 @@ class RolloutSchedule(Schedule):
         raise NotImplementedError
 
     def _drop(self, groups: Sequence[Group]) -> None:
-        """Clear groups that will not be trained from the dock."""
+        """Clear from the dock the groups that will not be trained."""
         self.job.forget(groups)
 
     def _sample(self) -> dict[str, float]:
