@@ -67,7 +67,7 @@ def gather_all(value: Any) -> list[Any]:
 
 
 def wait_at_most(seconds: float) -> None:
-    """Set the limit of all waits in this module's functions; the same on every rank."""
+    """Set the limit of all waits in this module's functions. Every rank must set the same limit."""
     _limit[0] = seconds
 
 
@@ -106,7 +106,7 @@ class Collectives:
     """Collectives of all ranks over gloo, with our own deadline. Collectives of nccl and hccl are ended by their
     watchdogs after Megatron's --distributed-timeout-minutes.
 
-    group: all ranks; deadline: most seconds of each wait; after these the methods raise TimeoutError.
+    group: all ranks; deadline: most seconds of each wait; a longer wait raises TimeoutError.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -215,7 +215,7 @@ def _world() -> Collectives:
 
 @functools.lru_cache(maxsize=1)
 def _collectives(world: Any, seconds: float) -> Collectives:
-    """The collectives of a world; the first call is collective."""
+    """The collectives of a world. All ranks must make the first call, because it creates a process group."""
     return Collectives(seconds)
 
 

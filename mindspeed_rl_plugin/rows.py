@@ -199,7 +199,7 @@ class Completion:
     id: SampleId
     tokens: tuple[int, ...]  # R response ids, with the stop token if one was sampled
     logps: tuple[float, ...]  # R log-probs after temperature, top-p and top-k; 0.0 for a token that was not sampled
-    finish: str  # of `FINISH`
+    finish: str  # one of `FINISH`
     # (first response token, weight version) of each part sampled by one version; the first part begins at token 0
     segments: tuple[tuple[int, int], ...]
     prompt: tuple[int, ...] = ()  # token ids before the response; (): those of the request

@@ -42,7 +42,8 @@ class Source:
 def open_source(path: str) -> Source:
     """Open a JSONL, JSON or Parquet file or a saved dataset directory.
 
-    Raises ValueError, with the file and if possible the line, if it is none of these, empty, not UTF-8 or not JSON.
+    Raises ValueError, with the file and if possible the line, if the path is none of these, is empty, or is not UTF-8
+    or JSON. A line of JSONL is parsed by `row`, which raises ValueError if it is no JSON.
     """
     place = Path(path)
     if place.is_dir():

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNUSED = 128  # ids without a token that every model may have (usual padding); a tenth of its ids if that is more
+UNUSED = 128  # a model may have so many ids more than its tokenizer (usual padding), or a tenth of its ids if more
 TOKENIZER_FLAGS = ("--rl-tokenizer", "--rl-hf-model", "--tokenizer-model", "--tokenizer-name-or-path")
 
 
 def own_code(folder: str | Path, kind: str = "AutoTokenizer") -> str:
-    """A message if a directory has its own code for one of transformers' Auto classes; else empty."""
+    """A message if a directory has its own code for the Auto class `kind` of transformers; else empty."""
     for name in ("tokenizer_config.json", "config.json"):
         named = read_if_there(Path(folder) / name).get("auto_map") or {}
         named = named.get(kind) if isinstance(named, dict) else named  # old format for tokenizers: a list

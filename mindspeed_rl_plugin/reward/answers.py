@@ -35,7 +35,7 @@ HEDGED = re.compile(rf"{NUMBER}\W{{0,4}}? or \W{{0,4}}?{NUMBER}\D*\Z")
 LAST = re.compile(r"(?:^|\n)[ \t]*####[ \t]*((?![A-Za-z]{2})\S[^\n]*)\Z")  # `#### answer`; a heading begins with a word
 REPLACEMENTS = [  # (pattern, replacement), applied in this order
     (BOX, r"\\boxed{"),
-    (re.compile("答案"), " answer "),  # math-verify looks first after this word
+    (re.compile("答案"), " answer "),  # math-verify first tries what follows this word
     (re.compile(rf"(?<=[{CJK}#])(?=[-+]?[$€£¥]?\.?\d)|(?<=[\d%])(?=[{CJK}])|(?<=[A-Za-z]:)(?=[-+]?[$€£¥]?\d)"), " "),
     (re.compile("[¼-¾⅐-⅞]"), lambda m: " " + unicodedata.normalize("NFKC", m[0]).replace("\u2044", "/")),
     (re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?[eE][-+]?\d{1,2}(?!\w)"), lambda m: f"{Decimal(m[0]):f}"),

@@ -70,6 +70,6 @@ class Batch:
 
 
 def _shortened(text: str, limit: int = 160) -> str:
-    """Begin and end of a text, because a question is mostly at the begin, an answer at the end."""
+    """Beginning and end of a text: a question is mostly at the beginning, an answer at the end."""
     half = limit // 2
     return repr(text if len(text) <= limit else f"{text[:half]} [...] {text[-half:]}")

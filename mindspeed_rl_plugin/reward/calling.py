@@ -28,8 +28,8 @@ FOREIGN = {
 
 
 class Grader:
-    """A callable. batch: it gets a group of samples; asynchronous: it is a coroutine; fields: those of a row that it
-    requires."""
+    """A callable. batch: it gets a group of samples; asynchronous: it is a coroutine; fields: the fields of a row that
+    it requires."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self.function = name, function

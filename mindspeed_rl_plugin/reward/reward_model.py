@@ -67,9 +67,9 @@ class RewardModel:
     of the complete conversation.
 
     device: "cpu" (then in float32) or that of an accelerator (then in the checkpoint's dtype). If the tokenizer has a
-    chat template, it renders the conversation, or the response as the assistant's message after the chat messages of
-    the data (or the prompt as a user's message). Without a template, texts are concatenated. A text with more tokens
-    than the model has positions raises ValueError; it is never cut.
+    chat template, it renders the conversation. With a single turn, this is the data's chat messages (if there are none,
+    the prompt as a user's message), and the response as the assistant's message. Without a template, texts are
+    concatenated. A text with more tokens than the model has positions raises ValueError; it is never cut.
     """
 
     def __init__(self, path: str, device: str, trust_remote_code: bool = False) -> None:

@@ -259,7 +259,7 @@ class RewardPool:
         grader, index = left[0]
         return (
             f"grading took longer than {self._limit:g} s, with {len({i for _, i in left})} of {len(batch.items)} "
-            f"responses left; reward {self.names[grader]!r} was {batch.place(index)}\n"
+            f"responses left; one missing grade: reward {self.names[grader]!r} {batch.place(index)}\n"
             f"  (the limit is {SHARE_OF_WAIT} of --rl-wait-timeout {self._wait_timeout:g}; raise "
             "that timeout, add --rl-reward-workers, or lower --rl-reward-timeout "
             f"{' '.join(f'{t:g}' for t in dict.fromkeys(self._timeouts))})"

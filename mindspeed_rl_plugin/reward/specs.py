@@ -70,7 +70,8 @@ def model_specs(texts: Sequence[str]) -> list[Spec]:
 
 def time_limits(timeout: float | Sequence[float], graders: int, wait_timeout: float) -> tuple[float, ...]:
     """Limits of one call of each grader [seconds]. timeout: one for all or one for each; wait_timeout: how long other
-    ranks wait. Raises ValueError for another number of values, and for one <= 0 or > SHARE_OF_WAIT x `wait_timeout`."""
+    ranks wait. Raises ValueError for another number of limits, or for a limit <= 0 or > SHARE_OF_WAIT x
+    `wait_timeout`."""
     given = (timeout,) if isinstance(timeout, (int, float)) else tuple(timeout)
     if len(given) not in (1, graders):
         raise ValueError(
@@ -111,7 +112,7 @@ def _parse(text: str) -> Spec:
 
 
 def locate(given: str, what: str, kind: str = "function") -> tuple[str, str] | None:
-    """(file, name) of a text path/to/file.py:NAME; None for other texts. what: begin of errors, before the text;
+    """(file, name) of a text path/to/file.py:NAME; None for other texts. what: beginning of errors, before the text;
     kind: a key of `KINDS`. Raises ValueError for a missing file or an invalid name; the file is not executed."""
     if given.endswith(".py") and Path(given).is_file():
         names = re.findall(KINDS[kind], Path(given).read_text(encoding="utf-8"), re.MULTILINE)

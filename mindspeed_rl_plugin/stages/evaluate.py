@@ -109,7 +109,7 @@ class EvaluateApart:
         self.dock.put(prompt_rows(self.epoch, self.prompts) if self.context.leader else None)
 
     def finish(self) -> None:
-        """Log the evaluation and clear its rows, when all of them are graded. Collective."""
+        """Log the evaluation and clear its rows, which must all be graded already. Collective."""
         monitor, leader = self.context.monitor, self.context.leader
         sums = self.context.ranks.broadcast(sums_of(self._scored(), self.samples) if leader else None)
         monitor.log_eval(self.version, eval_metrics(torch.tensor(sums, dtype=torch.float64), self.samples))

@@ -27,8 +27,8 @@ from mindspeed_rl_plugin.rows import (
 from mindspeed_rl_plugin.stages.context import RankContext
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
-LOOK_SECONDS = 0.5  # between two calls of `look`
-COMMIT_SECONDS = 0.05  # between commits: each commit takes time from the engine
+LOOK_SECONDS = 0.5  # longest time between two calls of `look`
+COMMIT_SECONDS = 0.05  # shortest time between two commits: each commit takes time from the engine
 
 
 class Generate(Stage):

@@ -46,7 +46,7 @@ class Rollout:
 
     metrics: dict[str, Metric]
     tokens: int  # of prompts and responses
-    seconds: float = 0.0  # of the slowest rank, summed over its iterations so far, without evaluations
+    seconds: float = 0.0  # of the slowest rank, summed over the rollout's iterations so far, without evaluations
     logged: bool = False  # whether its metrics are in metrics.jsonl
 
 

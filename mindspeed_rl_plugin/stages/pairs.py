@@ -36,7 +36,7 @@ class Pairs(Prompts):
         self._place_of = {row: place for place, row in enumerate(self.data.rows)}
 
     def compute(self, epoch: int, groups: int, *_: object) -> Rows:
-        """Two rows per pair, in the order of the data, with the log-probs of the reference."""
+        """Two rows per pair, in the seeded order of the `PairStream`, with the log-probs of the reference."""
         pairs = self.data.next(groups)
         places = [self._place_of[pair.row] for pair in pairs]
         return pair_rows(pairs, self.context.pair_references[places], epoch)

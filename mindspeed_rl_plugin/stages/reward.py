@@ -66,7 +66,7 @@ class Reward(Stage):
         return graded
 
     def graded(self, ids: Sequence[SampleId], more: Sequence[str] = ()) -> Rows:
-        """The rewards and lengths of rows that any rank has graded, and `more` columns."""
+        """The grades and lengths of rows, whichever ranks graded them, and `more` columns."""
         names = {self.spec.stored_writes.get(name, name): name for name in ("reward", "graded", "grader_error")}
         rows = self.dock.read(ids, [*names, "length", *more])
         return Rows(rows.ids, {names.get(name, name): column for name, column in rows.columns.items()})

@@ -22,7 +22,7 @@ class StageSpec:
     reads: tuple[str, ...]  # columns by name
     writes: tuple[ColumnSpec, ...]
     resource: str  # leader, engine, cpu or trainer; decides which ranks share its leases (`loop.docks`)
-    whole_groups: bool = False  # whether it only leases complete groups
+    whole_groups: bool = False  # whether it leases only complete groups
     if_written: tuple[str, ...] = ()  # columns that it also reads if a stage before it writes them
     leases: bool = True  # False: it only looks at rows (`Stage.look`), and is no worker state of the dock
     # flags that decide whether it writes its columns; for messages at a resume with other flags

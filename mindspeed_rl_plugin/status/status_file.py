@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.processes import began, in_background, machine
 STATUS_FOLDER = "status"  # in SAVE/rl
 WRITE_SECONDS = 2.0  # between two writes
 FILE_BYTES = 8192  # of one file
-LAST_SECONDS = 3.0  # for the last write of a process that fails: a file system that hangs must not keep it
+LAST_SECONDS = 3.0  # limit of the last write of a process that fails: a file system that hangs must not delay its end
 IN_ORDER = "in order"
 NO_SIGNAL = "none"
 LATE_SECONDS = 5.0  # of one call or wait; a shorter one is no sign of a hang
@@ -60,10 +60,11 @@ def doing(what: str, whom: str = "") -> Iterator[None]:
 
 
 def also(name: str, fact: Callable[[], Iterable[Any]] | None) -> None:
-    """Write a further fact with each status. The first word of `name` is its kind. "late": processes outside of the
-    ranks for which this one waits, as (text, seconds); "silent": ranks without a sign of life, as (name, seconds).
+    """Write a further fact with each status. The first word of `name` is its kind. "late": (text, seconds) for each
+    process for which this one waits and which is no rank; "silent": (name, seconds) for each rank without a sign of
+    life.
 
-    fact: called in another thread; None: no longer."""
+    fact: called in another thread; None: the fact is not written any more."""
     if fact is None:
         _facts.pop(name, None)
     else:
@@ -71,8 +72,8 @@ def also(name: str, fact: Callable[[], Iterable[Any]] | None) -> None:
 
 
 class StatusFile:
-    """The file of this process. name: as "rank 3"; ranks: number of trainers, 0 for a process that is none; stacks: the
-    signal at which the process writes the Python stacks of its threads, or NO_SIGNAL."""
+    """The file of this process. name: as "rank 3"; ranks: number of trainers, 0 for a process that is no trainer;
+    stacks: the signal at which the process writes the Python stacks of its threads, or NO_SIGNAL."""
 
     def __init__(self, folder: Path, name: str, ranks: int, stacks: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +99,8 @@ class StatusFile:
             in_background("status", partial(self.end, why)).result(LAST_SECONDS)
 
     def write(self, ended: str = "") -> None:
-        """Write the status. Only the innermost entries, and no facts, are written if all is too long for the file."""
+        """Write the status. If it is too long for the file, no facts are written, and only the innermost entry of each
+        thread (of 20 threads at most)."""
         threads = [(name, [e._asdict() for e in list(entries)]) for (name, _), entries in list(_threads.items())]
         facts: dict[str, list[Any]] = {}
         for name, fact in list(_facts.items()):
@@ -149,5 +151,5 @@ def own_folder() -> Path | None:
 
 
 def clear(save: str) -> None:
-    """Remove the files of an earlier start. Called by the first rank before any process of this start begins."""
+    """Remove the files of an earlier start. The first rank calls it before any process of this start calls `begin`."""
     shutil.rmtree(folder_of(save), ignore_errors=True)

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.status.status_file import FILE_BYTES, IN_ORDER, LATE_SE
 UNWRITTEN_SECONDS = 5 * WRITE_SECONDS  # without a write; then a process counts as stopped or dead
 STORY_FILE = "story.txt"
 STORY_LINES = 16  # most lines about processes
-STORY_SECONDS = 5.0  # for the story in a message: a file system that hangs must not keep the process
+STORY_SECONDS = 5.0  # limit for the story in a message: a file system that hangs must not delay the message
 READ_ATTEMPTS = 5  # attempts to read a file that is being written
 
 
@@ -31,8 +31,8 @@ class Seen:
     machine: str
     process: int
     silent: float  # seconds since its last write
-    state: str  # "stopped" (by a signal) or "ended" if that shows on this machine, else ""
-    ended: str  # why it has ended; "": it has not said so
+    state: str  # "stopped" (by a signal) or "ended", for a process of this machine; else ""
+    ended: str  # why it has ended, as it wrote itself; "": it wrote no end
     said: str  # its last line
     threads: dict[str, list[tuple[str, str, float]]]  # (what, whom, for how many seconds), the innermost last
     facts: dict[str, list[Any]]
@@ -87,7 +87,7 @@ def read(folder: Path) -> list[Seen]:
         fields = {k: status[k] for k in ("name", "machine", "process", "ended", "said", "facts", "ranks", "signal")}
         found.append(Seen(silent=silent, state="" if status["ended"] else state, threads=threads, **fields))
     if not found:
-        raise ValueError(f"{folder} has no status of a process; the job has not come so far")
+        raise ValueError(f"{folder} has no status of a process; no process of the job has written one yet")
     return sorted(found, key=lambda seen: [int(p) if p.isdigit() else p for p in seen.name.split()])
 
 
@@ -102,9 +102,10 @@ def _status(path: Path) -> dict[str, Any]:
 
 
 def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
-    """(what, seconds) of the processes that the others wait for, the most likely one first. Lost processes come before
-    broken links, these before processes outside of the ranks, these before ranks that work while others wait."""
-    lost = [(f"{s.name} on {host(s)}: {s.how()}; it was {s.where()}", s.silent) for s in seen if s.lost]
+    """(text, seconds) of what the processes wait for, the longest time first. Only the first kind that is found is
+    returned: lost processes, else silent links, else processes outside of the ranks (first those in the facts "late"),
+    else ranks that work while others wait."""
+    lost = [(f"{s.name} on {host(s)}: {s.how()}; its last status: {s.where()}", s.silent) for s in seen if s.lost]
     alive = [s for s in seen if not s.lost and not s.ended]
     names = {s.name: s for s in seen}
     cut = [
@@ -122,7 +123,7 @@ def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
     ]
     waited = any(whom.startswith("rank") for s in alive for _, whom, _ in s.inner)
     busy = [
-        (f"{s.name} on {host(s)}, which is {s.where()}", s.inner[0][2] if s.inner else 0.0)
+        (f"{s.name} on {host(s)}: {s.where()}", s.inner[0][2] if s.inner else 0.0)
         for s in alive
         if waited and not any(whom for _, whom, _ in s.inner[:1])
     ]
@@ -132,7 +133,7 @@ def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
 
 
 def tell(folder: Path) -> str:
-    """The story in lines: the suspect, then each process, equal ones in one line. Raises ValueError as `read` does."""
+    """The story in lines: the suspects, then the processes (`_lines`). Raises ValueError as `read` does."""
     seen = read(folder)
     return "\n".join([*_verdict(seen), *_lines(seen)])
 
@@ -172,7 +173,7 @@ def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
 
 
 def _lines(seen: Sequence[Seen]) -> Iterator[str]:
-    """A line for each process; one for neighbours that do the same."""
+    """A line for each process; neighbours in the order of names that do the same share a line."""
 
     def same(one: Seen) -> tuple[object, ...]:
         return host(one), one.lost, [what_whom[:2] for what_whom in one.inner]

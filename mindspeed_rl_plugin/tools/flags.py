@@ -1,4 +1,4 @@
-"""`python -m mindspeed_rl_plugin flags [WORD]`: only the plugin's flags, while --help of a script prints 4,000 lines.
+"""`python -m mindspeed_rl_plugin flags [WORD]`: prints only the plugin's flags (--help of a script prints 4,000 lines).
 
 `--markdown` prints docs/flags.md. All texts are those of the dataclasses in `config`.
 """

@@ -53,7 +53,8 @@ def check_least(options: Namespace, least: int, *names: str) -> None:
 
 
 def parse_sizes(text: str, known: tuple[str, ...], flag: str) -> dict[str, int]:
-    """Sizes by name, from a text such as "tp4,pp2". Raises ValueError for an unknown or repeated name, or no size."""
+    """Sizes by name, from a text such as "tp4,pp2". Raises ValueError for a name that is unknown or repeated, or has no
+    size of at least 1."""
     sizes: dict[str, int] = {}
     for word in filter(None, re.split(r"[,\s]+", text)):
         match = re.fullmatch(r"([a-z]+)(\d+)", word)
@@ -125,7 +126,7 @@ def check_engine(shape: ModelShape, engine: EngineParallel, flag: str) -> None:
 
 @contextmanager
 def _explained(flag: str, shape: ModelShape, tp: int, cut: Callable[[int], object]) -> Iterator[None]:
-    """Add the flag to a ValueError of the block. If `cut` raises for this tp, add each tp for which it does not."""
+    """Add the flag to a ValueError of the block; if `cut` raises for this tp, also each tp for which `cut` succeeds."""
     try:
         yield
     except ValueError as error:

@@ -63,7 +63,7 @@ def test_a_rank_that_stands_still_is_named_with_its_stage(job, tmp_path, stage):
         "--train-iters", "3", "--rl-generate-tp", "2", "--rl-wait-timeout", "600", script=script, cold=True
     ).start()
     pid = stopped_rank(running)
-    text = told(running, rf"late first: rank 1 on \S+: stopped by a signal for \d+ s; it was (in )?{stage}\b")
+    text = told(running, rf"late first: rank 1 on \S+: stopped by a signal for \d+ s; its last status: (in )?{stage}\b")
     assert "  rank 0 (" in text
     os.kill(pid, signal.SIGCONT)
     assert running.wait(120).code == 0, "the story costs the job nothing"

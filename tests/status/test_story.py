@@ -53,7 +53,7 @@ def job(tmp_path):
 
 def test_who_gives_no_sign_of_life_is_late_first(job):
     job.add("rank 0", ("update", "", 95), COLLECTIVE).add("rank 1", ("reward", "", 3), silent=90)
-    assert job.first == "late first: rank 1 on far: no sign of life for 90 s; it was reward for 93 s"
+    assert job.first == "late first: rank 1 on far: no sign of life for 90 s; its last status: reward for 93 s"
 
 
 def test_who_failed_is_late_first_and_who_left_in_order_is_not(job):
@@ -81,7 +81,7 @@ def test_a_server_that_a_thread_asks(job):
 
 def test_the_rank_that_works_while_the_others_wait(job):
     job.add("rank 0", ("update", "", 95), COLLECTIVE).add("rank 1", ("logp_old", "", 94))
-    assert job.first == "late first: rank 1 on far, which is logp_old for 94 s"
+    assert job.first == "late first: rank 1 on far: logp_old for 94 s"
 
 
 def test_a_rank_that_never_wrote(job):
@@ -109,7 +109,7 @@ def test_a_process_of_this_machine_that_a_signal_stops_or_kills(job):
     try:
         mine = dict(where=machine(), process=(child.pid, began(child.pid)))
         job.add("rank 0", COLLECTIVE).add("rank 1", ("update", "", 9), **mine)
-        assert "which is update" in job.first
+        assert ": update for 9 s" in job.first
         child.send_signal(signal.SIGSTOP)
         while "stopped by a signal" not in job.first:
             time.sleep(0.01)

@@ -64,7 +64,7 @@ def test_a_plan_ends_with_a_conclusion(capsys):
 def test_columns_and_equation_3_are_explained(capsys):
     """Of 15.23 GB tp4 holds 3.81 a device; the engine the same, so that nothing is in flight."""
     out = printed(capsys, *SEVEN)
-    assert "reshard peak: weights 3.81, engine's weights 3.81, and in allgather the complete model 15.23; " in out
+    assert "reshard peak: weights 3.81, engine's weights 3.81, and in allgather the complete model 15.23, in " in out
     assert "= 7.62 GB of redundant weights in all, R / GDP = 3.81 GB" in out
     assert "offload of the weights: 0.15 s" in out  # 3.81 GB at 25 GB/s
     assert "stream receives nothing" in out and "times" not in out

@@ -31,7 +31,7 @@ _OF_MODEL = (
 
 def open_tensors(directory: Path) -> dict[str, Any]:
     """Name -> `PySafeSlice` of every tensor in a directory; it has `get_shape()`, and indexing reads values. Raises
-    ValueError if there are no safetensors files, if one is damaged, or if one that the index names is missing."""
+    ValueError if there are no safetensors files, if one is damaged, or if a file that the index names is missing."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory} holds no *.safetensors; weights in pickle files are not read")

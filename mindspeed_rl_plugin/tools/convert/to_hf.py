@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser = make_parser("export", "Megatron checkpoint (torch or torch_dist)", "directory of the Hugging Face model")
     parser.add_argument("--iteration", type=int, help="iteration to export (default: the latest)")
     parser.add_argument(
-        "--vocab", type=int, help="number of tokens without padding (default: by --config, as saved, or by --tokenizer)"
+        "--vocab", type=int, help="number of tokens without padding (default: by --config, checkpoint, or --tokenizer)"
     )
     parser.add_argument("--config", type=Path, help="config.json to use (default: from saved arguments)")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")

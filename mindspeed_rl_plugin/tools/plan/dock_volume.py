@@ -143,7 +143,7 @@ def main(argv: list[str]) -> int:
         got = f"{args.nodes}, {args.ranks} and {args.fill}"
         parser.error(f"--nodes and --ranks must be at least 1, and --fill in (0, 1]; got {got}")
     loads = [Load(*numbers, fill=args.fill) for numbers in ([args.dock] if args.dock else TABLE_1)]
-    print(f"S = {args.nodes} machines, C = {args.controllers} controllers; seconds at the rate between two machines")
+    print(f"S = {args.nodes} machines, C = {args.controllers} controllers; MB/s, GB/s: seconds at this rate of a link")
     print("\n".join(aligned([VOLUME_HEAD, *(_row(load, args.nodes, args.ranks, args.controllers) for load in loads)])))
     print(VOLUME_LEGEND)
     return 0

@@ -47,8 +47,8 @@ class PlannedRun:
     dock_bytes: float = 0  # of a rollout's samples on all machines, at maximum length
     node: int = 8  # ranks per node
     near: float = 50e9  # bytes per second from rank to rank in a node
-    far: float = 100e9  # over a node's link to others, each way
-    host: float = 25e9  # between a device and its host, each way
+    far: float = 100e9  # bytes per second over a node's link to others, each way
+    host: float = 25e9  # bytes per second between a device and its host, each way
     device_bytes: float = 64e9  # memory of a device
     notes: tuple[str, ...] = ()  # assumptions of the plan that differ from the script
     refused: tuple[str, ...] = ()  # arguments of the script that a run refuses, but the plan does not need
@@ -94,7 +94,7 @@ class Estimate:
         return self.policy.device + self.critic.device
 
     def peak(self, mode: str) -> int:
-        """Peak bytes of the reshard on a device with an engine. Of the trainer only the policy's weights are there."""
+        """Peak bytes of the reshard on a device with an engine. A trainer there has only the policy's weights then."""
         return self.generate + self.policy.weights * self.shared + {"allgather": self.whole}.get(mode, self.in_flight)
 
     @property
@@ -109,8 +109,8 @@ class Estimate:
 
     @property
     def reference(self) -> int:
-        """Most bytes of the reference on the host: the weights; twice if they lie in the memory of complete main
-        parameters (--reuse-fp32-param, and optimizer state that is not spread over ranks)."""
+        """Most bytes of the reference on the host: those of the weights, or twice as many if the weights lie in the
+        memory of complete main parameters (--reuse-fp32-param, and optimizer state that is not spread over ranks)."""
         train = self.run.train
         alone = train.dp * train.cp == 1 or (self.run.shape.experts and train.edp == 1)
         return self.policy.weights * (2 if self.run.reused and (alone or not self.run.distributed) else 1)
@@ -130,8 +130,8 @@ class Estimate:
 
 def estimate(run: PlannedRun, engine: EngineParallel, engines: int, first: int = 0) -> Estimate:
     """Figures of all modes. The engines are on ranks [first, first + engines x engine.ranks). In `allgather` every
-    engine rank receives all weights that it does not have as a trainer, in `stream` only those of them that its engine
-    needs. Raises ValueError if sizes do not divide."""
+    engine rank receives all weights that it does not have as a trainer, in `stream` only those that it needs and does
+    not have. Raises ValueError if sizes do not divide."""
     shape, train, itemsize = run.shape, run.train, run.engine_itemsize
     ranks = range(first, first + engines * engine.ranks)
     sources = {r: megatron_layout(shape, train, r) for r in range(train.world)}

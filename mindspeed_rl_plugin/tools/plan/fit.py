@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.tools.plan.simulate import WARM_UP, simulate
 from mindspeed_rl_plugin.tools.plan.virtual import Costs, Responses, lognormal, sigma_of
 
 # Assumed Costs.sequence / Costs.step, if rollouts are too similar to measure both, or if all runs are async. It is
-# small: on an accelerator a step's time is mostly that of reading the weights, once.
+# small: on an accelerator a step mostly reads the weights, which takes the same time for any number of sequences.
 USUAL_RATIO = 0.02
 OLD_SHARE = 1 / 3  # assumed Costs.old_token / Costs.token, if no run has a pass for old log-probs
 NOTICE = 0.05  # assumed `Costs.notice`, in seconds
@@ -112,7 +112,7 @@ def observed(run_dir: str | os.PathLike[str]) -> Observed:
 
 def fit(runs: Sequence[Observed]) -> Costs:
     """The costs with which the simulation fits the runs best. A cost that no run has measured is derived from another
-    cost (publish from reshard, old_token from token), or is NOTICE, or 0."""
+    cost (publish, pull and apply from reshard, old_token from token, sequence from step), or is NOTICE, or 0."""
     apart = {cost: _mean([run.mean(name) for run in runs]) for cost, name in OF_APART.items()}
     passes = [run for run in runs if run.setup.old_logps and run.mean("seconds/logp_old") is not None]
     reshard = _mean([run.seconds(*ONCE) for run in runs if run.setup.schedule != "async"]) or 0.0
@@ -129,7 +129,7 @@ def fit(runs: Sequence[Observed]) -> Costs:
 
 
 def guessed(runs: Sequence[Observed], costs: Costs) -> list[str]:
-    """The costs of a fit that no run has measured."""
+    """Those of the costs step, sequence, reshard, publish, pull and apply that no run has measured."""
     known = {
         "step": costs.step > 0,
         "sequence": costs.sequence > 0 and costs.sequence != USUAL_RATIO * costs.step,
@@ -188,7 +188,7 @@ def _decode(runs: Sequence[Observed]) -> dict[str, float]:
             continue
         steps, sequences = _units(run, step=1.0), _units(run, sequence=1.0)
         longest, mean = run.mean("response/length_max"), run.mean("response/length_mean")
-        # no response waits for a slot: as many steps as the longest response has tokens
+        # If no response waits for a slot, there are as many steps as the longest response has tokens.
         if run.setup.sizes.samples <= run.setup.slots * run.setup.sizes.engines:
             steps = longest
         for rollout in run.rollouts:

@@ -6,8 +6,8 @@ weights from trainer to engines), and host memory.
     python -m mindspeed_rl_plugin plan --dock          the bytes of a rollout's samples (dock_volume.py)
     python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (which_schedule.py)
 
-GB: 1e9 bytes; MB, for models of less than 1 GB: 1e6; MiB: 2**20. Activations and the KV cache are not counted. The plan
-assumes that of the trainer a device has only the policy's weights during a reshard.
+GB: 1e9 bytes; MB, for models of less than 1 GB: 1e6; MiB: 2**20. Activations and the KV cache are not counted. During a
+reshard, the plan assumes, the trainer has only the policy's weights on a device.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _engines(options: argparse.Namespace, run: PlannedRun) -> tuple[EngineParall
     if text is None and not options.script:
         raise ValueError("give the layout of an engine, for example --generate tp4")
     if text is None:
-        notes.append("the script has no --rl-generate-tp, so engines have 1 rank, as in a run; --generate plans others")
+        notes.append("the script has no --rl-generate-tp, so engines have 1 rank, as in a run; --generate: plan others")
         text = RUN_DEFAULT
     flag = f"--generate {text}" if options.generate else f"{options.script}, engines {text}"
     check_experts(run.shape, text, flag)
@@ -209,7 +209,7 @@ class _Shown:
             f"update: weights {unit(p.weights)}, gradients {unit(p.gradients)}, optimizer {unit(p.optimizer)}"
             + (critic if c.device else ""),
             "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
-            f"{unit(f.generate)}, and in allgather the complete model {unit(f.whole)}; in stream buffers, "
+            f"{unit(f.generate)}, and in allgather the complete model {unit(f.whole)}, in stream buffers of "
             f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
             f"generate: engine's weights {unit(f.generate)}; left: for the KV cache and the engine's working memory",
             "not counted: activations of the update and of the engine",
@@ -261,7 +261,7 @@ class _Shown:
             *aligned(rows, 1),
             "received, sent: of one rank (mean: of ranks that receive); node in, out: of the busiest node; s: the "
             "longer of s in node, s between",
-            f"offload of the weights: {self.plan.policy.weights / self.plan.run.host:.2f} s, and as much back again",
+            f"offload of the weights: {self.plan.policy.weights / self.plan.run.host:.2f} s each way",
             f"stream receives {whole / stream:.1f} times fewer bytes than allgather"
             if stream
             else "stream receives nothing: every rank has what its engine needs",
