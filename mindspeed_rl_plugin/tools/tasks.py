@@ -1,6 +1,7 @@
 """`python -m mindspeed_rl_plugin tasks verifiers:ID`: writes the tasks of a `verifiers` environment to a data file.
 
-Each line has `answer`, `verifiers` (the task; verifiers makes its prompt) and `prompt` (for display and length limits).
+Each line has `answer`, `verifiers` (the task; verifiers makes the prompt from it) and `prompt` (for display and length
+limits).
 """
 
 from __future__ import annotations

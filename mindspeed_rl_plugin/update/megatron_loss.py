@@ -9,8 +9,8 @@ distributed/distributed_data_parallel.py):
 * The loss function returns `(loss, tokens, metrics)`, with --calculate-per-token-loss: Megatron takes the loss as it
   is, sums the gradients over DP x CP, and divides them by the sum of the tokens. So we multiply the part by the number
   of trained tokens in the global batch. Core 0.12.1 sums the tokens over DP. Later versions sum them over DP x CP, and
-  so count each token CP times; then we also multiply the part by CP. Without the flag a loss function of three
-  results means different things to these versions; so ours returns two.
+  so count each token CP times; then we also multiply the part by CP. Without the flag, these versions treat three
+  results of a loss function in different ways; so ours returns two.
 
 Every context parallel rank returns the complete part, but computes only the gradients of its own positions
 (`forward.context_parallel`). So the sum of these gradients over CP is the gradient of the part.

@@ -83,7 +83,7 @@ def value_metrics(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     mean = {name: value / n for name, value in sums.items()}
     named = {name: mean[name] for name in MEANS}
     spread = mean["return_square"] - mean["critic/return_mean"] ** 2
-    # A smaller difference of the two means is only a rounding error of float32.
+    # A smaller variance is only a rounding error of float32.
     if spread > 1e-6 * mean["return_square"]:
         named["critic/explained_variance"] = 1.0 - (mean["error_square"] - mean["error"] ** 2) / spread
     return named

@@ -1,8 +1,9 @@
 """Aliases: storages that point into the memory of another storage. MindSpeed's `--reuse-fp32-param` makes them.
 
-Its operator `reuse_data_ptr(alias, source, offset)` (mindspeed/ops/csrc/algorithm/algorithm.cpp, equal in 2.3.0 and
-26.1.0) gives the storage of `alias` a raw pointer into that of `source`, which may be an alias too. When the storage
-that owns the memory is resized, these pointers become invalid. The same calls, in the same order, set them again.
+MindSpeed's operator `reuse_data_ptr(alias, source, offset)` (mindspeed/ops/csrc/algorithm/algorithm.cpp, equal in 2.3.0
+and 26.1.0) gives the storage of `alias` a raw pointer into that of `source`, which may be an alias too. When the
+storage that owns the memory is resized, these pointers become invalid. The same calls, in the same order, set them
+again.
 """
 
 from __future__ import annotations

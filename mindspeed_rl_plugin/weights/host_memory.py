@@ -87,7 +87,7 @@ class HostPieces:
         return powers_of_two(sum(map(_aligned, sizes)) - sum(piece.numel() for piece in self._pieces))
 
     def take(self, pieces: Sequence[int]) -> None:
-        """Allocate pieces of these sizes. If one finds no memory, raises MemoryError; those before it are kept."""
+        """Allocate pieces of these sizes. Raises MemoryError if one does not fit; the pieces before it are kept."""
         for nbytes in pieces:
             self._pieces.append(self._device.host_empty((nbytes,), torch.uint8))
 

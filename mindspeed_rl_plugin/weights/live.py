@@ -1,4 +1,4 @@
-"""Compares live models with layouts: names and shapes of their tensors, and which known way of storage they have."""
+"""Compares live models with layouts: names and shapes of their tensors, and in which known way they are stored."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
 def trainer_storage(
     shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
 ) -> tuple[str, str]:
-    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: if given, `live` is from it.
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: of `live`, for errors.
 
     Raises ValueError if no such pair fits, with the differences to the pair that fits best.
     """
@@ -83,7 +83,7 @@ def trainer_storage(
     wrong = {k: differences(megatron_layout(shape, parallel, rank, *k).shapes, sizes) for k in known}
     best = min(known, key=lambda k: len(wrong[k]))
     ours = f"Megatron's parameters on rank {rank} are not those of {shape}"
-    raise_if(wrong[best], f"{file} is not what its arguments say" if file else ours)
+    raise_if(wrong[best], f"{file} does not hold the tensors that its arguments describe" if file else ours)
     return best
 
 

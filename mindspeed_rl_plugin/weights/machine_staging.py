@@ -2,8 +2,8 @@
 
 The reader is the process that first binds the abstract Unix socket named by `Shared`'s key and a number; the others ask
 it. When the reader ends, the kernel frees the name, and the next process with a request becomes the reader. If a reader
-hangs, a process that notices this takes the next number: then there is another reader, with other buffers. A buffer is
-not written while a process uses it: from its request for a version to its next request, or to its end.
+hangs, a process that notices this takes the next number: then there is another reader, with other buffers. A process
+uses a buffer from its request for a version to its next request or its end; meanwhile nobody writes into the buffer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mindspeed_rl_plugin.weights.published_memory import LEAST_SECONDS, Found, M
 RETRY_SECONDS = 0.05  # between two attempts to replace a reader that has just ended
 
 Fill = Callable[[int, float, np.ndarray], bytes]  # (version, seconds, memory to fill) -> description of the version
-Got = tuple[np.ndarray, bytes, int]  # bytes of a version, its description, bytes that were read for this call
+Got = tuple[np.ndarray, bytes, int]  # bytes of a version, its description, number of bytes read for this call
 
 
 class _Buffer:
@@ -58,7 +58,8 @@ class _Reader:
         until = time.monotonic() + seconds
         if not self._reading.acquire(timeout=max(seconds, 0.0)):
             raise TimeoutError(
-                f"version {version} of the weights is not read: another pull on this machine took over {seconds:.1f} s"
+                f"version {version} of the weights is not read: another pull on this machine took more than "
+                f"{seconds:.1f} s"
             )
         try:
             self.gone(user)

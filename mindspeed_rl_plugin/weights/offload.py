@@ -87,8 +87,8 @@ class TrainState:
     def start_offload(self, what: Iterable[str] = CATEGORIES) -> None:
         """Begin to copy categories to the host, except those whose copy has begun already. `start_onload` cancels this.
 
-        None of them may be offloaded already. Raises MemoryError if the host has no memory for the copies; then no copy
-        has begun.
+        Offloaded categories must not be given. Raises MemoryError if the host has no memory for the copies; then no
+        copy has begun.
         """
         names = _ordered(set(what) - set(self._offloading))
         assert not {*names} & {*self._offloaded}, f"of {names} some are offloaded already"

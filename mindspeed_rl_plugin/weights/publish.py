@@ -5,8 +5,8 @@ the host memory of all ranks together has one model for each version. The *share
 of slices in the engine's dtype (`wide` tensors: float32). If weights are verified, each block is followed by digests of
 its slices. Other processes need only the trainer's description to plan their reads.
 
-Training waits only while the weights are checked and each rank copies its share. The trainer does not wait for readers:
-a version is overwritten when its memory is needed for a newer version.
+Training waits only while the weights are checked and each rank copies its share. The trainer does not wait for
+readers: a version is overwritten when its memory is needed for a newer version.
 """
 
 from __future__ import annotations
@@ -269,8 +269,8 @@ class Publisher:
         return Published(version, time.perf_counter() - begin, self.share.nbytes)
 
     def refuse_broken(self, model_chunks: Sequence[Module]) -> None:
-        """Raises what `publish` raises. Collective. Called before a checkpoint, since
-        `publish` does not check weights in the middle of a rollout."""
+        """Raises what `publish` raises. Collective. Called before a checkpoint: in the middle of a rollout
+        nothing is published, so `publish` has not checked these weights."""
         with gathered(model_chunks):
             self._check(stored_parameters(model_chunks), "before a checkpoint")
 

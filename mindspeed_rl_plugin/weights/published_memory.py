@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.dock.memory import mapped, nameless_file
 from mindspeed_rl_plugin.dock.messages import Address, Message, Ok
 
 QUESTION_SECONDS = 1.0  # longest time that a server waits for a version before it answers
-LEAST_SECONDS = 0.1  # left for the answer: a server ends its wait this long before the deadline
+LEAST_SECONDS = 0.1  # time left for the answer: a server ends its wait this long before the deadline
 TAKE_BYTES = 256 << 20  # largest size of one answer
 
 ByteSpan = Sequence[int]  # byte offset, number of rows, bytes of a row, bytes from one row to the next

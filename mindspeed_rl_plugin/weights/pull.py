@@ -135,7 +135,7 @@ class Puller:
     sources: one for each trainer rank.
     rank: of this process within its engine.
     ranks: all ranks of the engine on this machine.
-    deadline: most seconds of a pull.
+    deadline: seconds that a pull may take.
     sharing: makes the staging, which processes of one machine with the same key may share.
     Raises ValueError if the parameters are not those of the model.
     """

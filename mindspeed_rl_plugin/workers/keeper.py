@@ -21,8 +21,9 @@ ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 
 def keep(connection: int, lifeline: int, patience: float) -> None:
     """Fork: the worker continues after this call in the child, and the calling process becomes its keeper. connection,
-    lifeline: file descriptors, as `process.Worker` passes them; patience: seconds from SIGTERM, which the worker gets
-    when the lifeline is closed, to SIGKILL to all processes. If the keeper gets SIGTERM, it kills them immediately."""
+    lifeline: file descriptors, as `process.Worker` passes them. When the lifeline is closed, the worker gets SIGTERM,
+    and when it has ended, or after `patience` seconds, all processes get SIGKILL. If the keeper itself gets SIGTERM, it
+    kills them immediately."""
     killed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
     prctl = ctypes.CDLL(None, use_errno=True).prctl

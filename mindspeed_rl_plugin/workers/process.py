@@ -54,7 +54,7 @@ class Program:
     raises: type[ValueError]  # the error when it cannot load
     python: str | None = None  # interpreter; None: this one, with the same module path
     patience: float = 0.0  # seconds for it to end by itself after its lifeline is closed; then it is killed
-    kept: bool = False  # whether SIGTERM makes its `keeper` kill all that it started, within `patience`
+    kept: bool = False  # whether it has a `keeper`, which at SIGTERM kills all processes that it started
 
 
 class Worker:

@@ -1,4 +1,4 @@
-"""Imports a user's files as submodules of this module: `NAME.f_HEX`, where HEX is the file's path.
+"""Imports a user's files as submodules of this module: `NAME.f_HEX`. HEX is the file's path in hexadecimal.
 
 So every process that has this package finds objects that a user's code pickles by reference. Processes that this code
 starts (`multiprocessing` with spawn) import this module because of the name, and so the file through `UserFileFinder`.
@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-__path__: list[str] = []  # a package for the import system
+__path__: list[str] = []  # makes this module a package for the import system
 
 
 class UserFileFinder:

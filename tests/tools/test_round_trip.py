@@ -162,7 +162,8 @@ def test_damaged_checkpoints_are_named(convert, tmp_path):
     for file in convert.back.glob("*"):
         file.unlink()
     convert.change("mp_rank_01_002", lambda s: s["model"].pop(norm))
-    convert.exported(refused=f"mp_rank_01_002 is not what its arguments say:\n  {norm} (32,) is missing")
+    missing = f"mp_rank_01_002 does not hold the tensors that its arguments describe:\n  {norm} (32,) is missing"
+    convert.exported(refused=missing)
     convert.change("mp_rank_00_000", lambda s: s.pop("model"))
     convert.exported(refused="mp_rank_00_000/model_optim_rng.pt does not hold")
     (convert.ckpt / "release" / "mp_rank_00_000" / MODEL_FILE).unlink()

@@ -50,14 +50,14 @@ _WORD_ARGS = {
     "moe_token_dispatcher_type": "allgather",
 }
 _SWAP_TIMES = 16  # default of MindSpeed's --swap-optimizer-times
-_ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # flag -> attribute, if their names differ
+_ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # flag -> attribute; the names of some differ
 # Fields of Megatron's config, which are not flags -> the flag to use.
 _NO_FLAGS = {
     "--num-layers-in-first-pipeline-stage": "--decoder-first-pipeline-num-layers",
     "--num-layers-in-last-pipeline-stage": "--decoder-last-pipeline-num-layers",
 }
-SCRIPT_SECONDS = 60.0  # in which a script must reach its torchrun
-_ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a weight; other dtypes: as in the trainer
+SCRIPT_SECONDS = 60.0  # time in which a script must reach its torchrun
+_ENGINE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of an engine's weight; other dtypes: as in the trainer
 
 
 def launched(path: Path) -> CapturedLaunch:

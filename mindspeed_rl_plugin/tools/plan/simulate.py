@@ -38,7 +38,7 @@ class Outcome:
     iteration: float  # `rollout` / optimizer steps of a rollout
     trainers: Mapping[str, float]  # shares, see above
     engines: Mapping[str, float]  # shares, see above
-    lag: float  # mean number of publications after the weights that began a response, until its training
+    lag: float  # at the training of a response: mean number of publications after the weights that began it
     tokens: float  # response tokens per second
 
 
@@ -46,7 +46,7 @@ def simulate(setup: Setup, costs: Costs, responses: Responses, rollouts: int = 1
     """Simulate a run, and measure `rollouts` of it. Raises RuntimeError if a response is older than the bound."""
     if setup.schedule != "async":
         job, ahead = _Colocated(setup, costs, responses, WARM_UP + rollouts), 0
-    else:  # not measured: `ahead` more rollouts at the start, and the last `ahead`, when none is sampled ahead
+    else:  # not measured: `ahead` more rollouts at the start, and the last `ahead`, since engines run out of work then
         ahead = setup.staleness + 1
         job = _Async(setup, costs, responses, WARM_UP + rollouts + 2 * ahead)
     job.run()
@@ -199,7 +199,7 @@ class _Colocated(_Simulation):
 
 
 class AdmittedRow(NamedTuple):
-    """An admitted prompt, for one of its responses."""
+    """A row of an admitted prompt; it gets one response."""
 
     id: SampleId
     bound: VersionBound  # versions that may sample it

@@ -39,7 +39,7 @@ ASSUMED = {
 }
 ROWS = 100  # rows of each file whose prompts are rendered
 PROMPTS = f"mean {{}} tokens, of at most the first {ROWS} rows of each file of --rl-prompt-data"
-GENERATOR_COUNTS = 8  # at most so many numbers of generators are tried, evenly spread over the possible ones
+GENERATOR_COUNTS = 8  # how many numbers of generators are tried at most, evenly spread over the possible numbers
 WORTH = 1.02  # factor; with a smaller gain the simpler schedule is advised
 MISS = 1.25  # factor between the times of model and run; above it the advice is marked as doubtful
 MISSES = ": THE MODEL MISSES THIS RUN, so its advice may be wrong"
@@ -55,8 +55,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("script", nargs="?", type=Path, help="launch script (bash) with the RL flags; default: the flags of the run")
-    add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="directory (SAVE/rl) "
-        "of a run whose costs are used, preferably of --rl-schedule sync; repeat --from for more runs")  # fmt: skip
+    add("--from", dest="runs", action="append", type=Path, default=[], metavar="RUN_DIR", help="directory (SAVE/rl) of "
+        "a run whose costs are used, preferably one with --rl-schedule sync; repeat --from for more runs")  # fmt: skip
     add("--world", type=int, help="ranks in all (default: those of the script or run)")
     add("--node", type=int, default=8, help="ranks of a machine (default: %(default)s)")
     add("--staleness", type=int, help="--rl-max-staleness (default: that of the script or run)")
@@ -180,8 +180,8 @@ def candidates(setup: Setup, world: int, node: int) -> Iterator[Setup]:
         fits = next((f", such as {fewer}" for fewer in range(world - 1, 0, -1) if on(fewer, fewer)), "")
         apart = f" ({trainers} that train, {world - trainers} of engines)" if world == setup.world > trainers else ""
         raise ValueError(
-            f"{world} ranks{apart} do not divide: a trainer has {setup.trainer_ranks}, an engine {setup.engine_ranks}; "
-            f"--global-batch-size {sizes.global_batch} must be a multiple of --micro-batch-size "
+            f"{world} ranks{apart} do not divide: a trainer has {setup.trainer_ranks} ranks, an engine "
+            f"{setup.engine_ranks}; --global-batch-size {sizes.global_batch} must be a multiple of --micro-batch-size "
             f"{sizes.micro_batch} x the number of trainers; give another --world{fits}"
         )
     yield replace(colocated, schedule="sync")
@@ -217,8 +217,8 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
     return [
         f"ASSUMED, NOT MEASURED: {', '.join(f'{spelt(name)} {value:.4g}' for name, value in assumed.items())}",
         f"if these values are right: {advised}",
-        "To measure yours: run a few rollouts with --rl-schedule sync, and a few with async, and give both runs by "
-        "--from RUN_DIR; or give known values by these options.",
+        "To measure your values: run a few rollouts with --rl-schedule sync, and a few with async, and give both runs "
+        "by --from RUN_DIR; or give known values by these options.",
     ]
 
 

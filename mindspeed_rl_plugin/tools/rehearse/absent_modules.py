@@ -118,7 +118,7 @@ def _catches(handler: ast.ExceptHandler) -> bool:
 
 
 def install() -> None:
-    """From now on the import of a missing module may get a stand-in."""
+    """After this call, imports of missing modules may get a stand-in."""
     sys.meta_path.append(_StandInFinder())
 
 

@@ -164,7 +164,10 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
     if done.code is None:
-        return f"{script} did not reach torchrun within {done.seconds:.0f} s (--timeout); does it wait for an event?"
+        return (
+            f"{script} did not reach torchrun within {done.seconds:.0f} s (rehearse: --timeout); does it wait for an "
+            "event?"
+        )
     if away := [line for line in skipped if line.split()[0] in OTHER_LAUNCHERS.split()]:
         return (
             f"{script} starts training by {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "
@@ -179,12 +182,12 @@ def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
 
 
 def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
-    """torchrun's own arguments. Raises ValueError, with the script's name, for arguments that torchrun refuses, and for
-    a module other than `mindspeed_rl_plugin`."""
+    """torchrun's own arguments. Raises ValueError, with the script's name, for arguments that torchrun refuses, for an
+    entry script that is no *.py, and for a module other than `mindspeed_rl_plugin`."""
 
     def fail(message: str) -> NoReturn:
         raise ValueError(
-            f"{path}: torchrun would refuse its arguments: {message}; they begin with {shlex.join(argv[:10])!r}; "
+            f"{path}: its arguments for torchrun are wrong: {message}; they begin with {shlex.join(argv[:10])!r}; "
             "is a variable of the shell empty?"
         )
 
@@ -198,5 +201,5 @@ def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
     if not args.module and not args.training_script.endswith(".py"):
         fail(f"the entry script would be {args.training_script!r}, which is no *.py")
     if args.module and (args.training_script != "mindspeed_rl_plugin" or not args.training_script_args):
-        raise ValueError(f"{path} starts the module {args.training_script}; only entry scripts (*.py) can be rehearsed")
+        raise ValueError(f"{path} starts the module {args.training_script}; only entry scripts (*.py) can be used here")
     return args

@@ -20,7 +20,7 @@ class Change(NamedTuple):
 
 
 class Flags:
-    """Flag -> its values as written, in order. As in argparse the last occurrence of a flag counts."""
+    """Flag -> its values as written, in order. As in argparse, the last occurrence of a flag counts."""
 
     def __init__(self, values: dict[str, tuple[str, ...]]) -> None:
         self.values, self._before = values, dict(values)
@@ -66,9 +66,9 @@ class Flags:
             self.values[flag], self._why[flag] = new, why
 
     def apply(self, why: str, rules: str, *values: object) -> None:
-        """Change flags by rules, separated by spaces. For a flag that was given, FLAG removes it, FLAG~VALUE changes
-        its value, FLAG<=N lowers a larger value to N; `*` in FLAG matches any text. FLAG=VALUE sets the flag, given
-        or not; FLAG= sets it as a switch. `{0}` in a rule is replaced by the first of `values`."""
+        """Change flags by rules, separated by spaces. These rules change only given flags: FLAG removes the flag,
+        FLAG~VALUE changes its value, FLAG<=N lowers a larger value to N; `*` in FLAG matches any text. FLAG=VALUE sets
+        the flag, given or not; FLAG= sets it as a switch. `{0}` in a rule is replaced by the first of `values`."""
         for pattern, sign, value in (_RULE.fullmatch(rule).groups() for rule in rules.split()):
             value = value.format(*values)
             for flag in [pattern] if sign == "=" else fnmatch.filter(self.values, pattern):

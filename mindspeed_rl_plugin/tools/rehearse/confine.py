@@ -1,9 +1,9 @@
 """Runs a command that may only write in some folders: `python confine.py FOLDER... -- COMMAND...`.
 
 Linux's Landlock (5.13 and later, no privileges needed) refuses to this process and its children every change of
-files outside the folders; from 6.7 on also TCP, from 6.12 on signals to all other processes. It does not restrict
-changes of modes, owners and times of files, nor Unix sockets. Constants: linux/landlock.h. Standard library only:
-capture.py runs this file by `python -IS`.
+files outside the folders; Linux 6.7 and later refuses TCP too, 6.12 and later also signals to all other processes.
+Not restricted are changes of modes, owners and times of files, Unix sockets, and before 6.2 truncate(2). Constants:
+linux/landlock.h. Standard library only: capture.py runs this file by `python -IS`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def version() -> int:
 
 
 def confine(folders: list[str]) -> None:
-    """From now on the process and its children can only change _DEVICE_FILES and files in `folders`. Raises OSError."""
+    """Let this process and its later children change only _DEVICE_FILES and files in `folders`. Raises OSError."""
     known = version()
     changes = _CHANGES | (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0)
     rules = [changes] + [_TCP] * (known >= 4) + [_SIGNALS] * (known >= 6)  # files, network, scope

@@ -35,7 +35,7 @@ class Entry:
     script: Path  # entry script
     path: Sequence[Path]  # folders put on PYTHONPATH
     note: str = ""  # what was chosen, and why
-    mindspeed: bool = False  # whether the script imports MindSpeed, which is available
+    mindspeed: bool = False  # whether the script imports MindSpeed, and MindSpeed is available
     mindspeed_llm: bool = False  # the same for MindSpeed-LLM
 
     @property
@@ -59,7 +59,7 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
     megatrons, mindspeed, llm = map(_checkouts, ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH"))
     patched = [folder for folder in megatrons if (core_version(folder) or ())[:2] == MINDSPEED_CORE]
     extra = [*_folders(launch.env.get("PYTHONPATH", "")), *mindspeed]
-    # MindSpeed-LLM is in MINDSPEED_LLM_PATH or, if the launch script is one of its examples, in a folder above it.
+    # MindSpeed-LLM is in MINDSPEED_LLM_PATH or, if the launch script is an example of it, in a folder above the script.
     own, *others = (folder / launch.script for folder in (launch.cwd, *llm, *launch_script.resolve().parents))
     there = [own] if own.is_file() else [path for path in others if path.is_file() and _imports(path)]
     why = f"{launch.script} is not here"
@@ -90,7 +90,8 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
 
 def pretraining(script: Path, flags: Flags) -> Path:
     """The script that makes the checkpoint which `script` loads: `script` or, if it is for fine-tuning, the pretraining
-    script. Removes --stage from `flags`, and those that RL takes over (`TAKEN_OVER`) except --mock-data and --split."""
+    script. Removes from `flags` --stage and the flags that RL takes over (`TAKEN_OVER`), except --mock-data and
+    --split."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
     taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
     flags.apply("of training without RL", " ".join(("--stage", *taken)))

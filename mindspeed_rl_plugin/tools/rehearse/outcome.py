@@ -123,7 +123,7 @@ def not_exercised(
     """What may still fail on the real machine, since it was not tested here. absent: missing Python modules."""
     kernels = [c.flag for c in flags.changes if c.why.startswith(NOT_HERE) and c.old is not None]
     variables = sorted(name for name in launch.exported if _VARIABLES.match(name))
-    operators = "fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none"
+    operators = "fused operators ran as plain torch operators on a CPU" if entry.mindspeed else "none was called"
     rl = "--rl-algorithm" in flags
     lines = [
         (True, "memory, speed and numerics at the real sizes (the table above has what was made smaller)"),
@@ -136,7 +136,7 @@ def not_exercised(
         (launch.skipped, "commands of the script that were not run:"),
         *((True, f"    {_cut(command, 160)}") for command in launch.skipped),
         (not launch.confined, "this kernel has no Landlock: what the script ran could write anywhere"),
-        (launch.missing, f"files and folders that the script names, but are not here: {' '.join(launch.missing)}"),
+        (launch.missing, f"files and folders that the script names, but that are not here: {' '.join(launch.missing)}"),
         (variables, f"environment variables without effect here: {' '.join(variables)}"),
         (absent, f"Python modules that are not installed, and not called: {' '.join(sorted(absent))}"),
         (launch.started > 1, f"the script starts {launch.started} trainings; only the first was rehearsed"),

@@ -6,8 +6,8 @@ folders in the arguments are replaced; if MindSpeed or MindSpeed-LLM is not used
 removed, too. Then the arguments, for the script's number of ranks, go through the parsers and the validation of
 MindSpeed, Megatron and the plugin. Then ranks, model and batches become smaller, and one iteration is trained on CPU:
 of RL, with evaluation, dump, save and resume, if --rl-algorithm is given; else of pretraining. Checkpoints to load are
-generated. Python modules that MindSpeed lacks here get stand-ins. Changed arguments are printed with the reason, and
-everything that was not tested. Words after -- are added to the training arguments, such as --rl-* flags.
+generated. Python modules that MindSpeed lacks here get stand-ins. At the end two lists are printed: changed arguments
+with the reasons, and what was not tested. Words after --, such as --rl-* flags, are added to the training arguments.
 MEGATRON_LM_PATH (folders separated by colons), MINDSPEED_PATH and MINDSPEED_LLM_PATH name checkouts to use.
 """
 
@@ -127,7 +127,7 @@ class _Rehearsal:
         return self._show(f"arguments as written, for {self.launch.world} ranks", done, ACCEPTED in done.lines)
 
     def trained(self) -> bool:
-        """Train one iteration and, for RL with --save, resume for one more. A checkpoint to load is made before."""
+        """Train one iteration and, for RL with --save, resume for one more. A checkpoint to load is made first."""
         flags, rl = self.flags, "--rl-algorithm" in self.flags
         if "--save" in flags:
             flags.apply("so that saving is rehearsed", "--save-interval=1")
@@ -187,7 +187,7 @@ class _Rehearsal:
         return done.ok
 
     def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
-        """Run the entry script, or `script`, on `--ranks` processes by the plugin (MindSpeed: by `absent_modules`)."""
+        """Run `script`, or else the entry script, on `--ranks` processes, through the plugin or `absent_modules`."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
         module = absent_modules.__name__ if self.entry.mindspeed else "mindspeed_rl_plugin"
         return self._run(name, [*torchrun, "-m", module, str(script or self.entry.script), *flags.argv()])

@@ -56,7 +56,7 @@ PLAIN_MEGATRON = {
     "the fusion is Apex's": "--no-persist-layer-norm=",
     "flash attention is a GPU kernel": "--use-flash-attn",
     "its kernel is compiled for the GPU": "--moe-grouped-gemm",
-    "TransformerEngine's attention splits sequences": "--context-parallel-size<=1",
+    "only TransformerEngine's attention splits sequences": "--context-parallel-size<=1",
     "TransformerEngine is not installed": "--transformer-impl=local",
     "no engine has this norm of TransformerEngine, so RL refuses it": "--apply-layernorm-1p",
 }

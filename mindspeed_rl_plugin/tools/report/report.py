@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", help="the run's --rl-run-dir (default of a run: SAVE/rl)")
     parser.add_argument("--out", help="file to write (default: RUN_DIR/report.html)")
     parser.add_argument("--dump-dir", help="the run's --rl-dump-dir (default: as in run.json)")
-    parser.add_argument("--samples", type=int, default=1000, help="most samples in the table (default: 1000)")
+    parser.add_argument("--samples", type=int, default=1000, help="largest number of samples shown (default: 1000)")
     args = parser.parse_args(argv)
     out = Path(args.out) if args.out else Path(args.run_dir) / "report.html"
     try:

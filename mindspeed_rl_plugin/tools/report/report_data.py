@@ -56,9 +56,9 @@ def collect(
 
 
 def metric_series(rows: list[JsonObject]) -> dict[str, Any]:
-    """All iterations; for each metric of numbers {"x": iterations that have it, "y": values, None for those that are
-    not finite}, and [unit, meaning]. A curve has a gap at None, but not at an iteration without a value, since some
-    metrics are measured once per rollout."""
+    """All iterations; for each numeric metric {"x": iterations that have it, "y": values, None if not finite}, and
+    [unit, meaning]. A curve has a gap at None, but not at an iteration without a value, since some metrics are measured
+    once per rollout."""
     names = dict.fromkeys(k for r in rows for k in r if k not in ("iteration", "time"))
     numbers = [n for n in names if all(isinstance(r.get(n), (int, float, type(None))) for r in rows)]
 
