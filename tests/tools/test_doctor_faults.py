@@ -77,20 +77,14 @@ ENGINE = {
     @after("engine.vllm_api")
     def change(m):
         def built(real, arguments):
+            import copy
             engine = real(arguments)
             model = m.model(m.worker(engine))
-            own = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
-            weight = model.model.embed_tokens.weight
-            import copy
-            model.lm_head = copy.copy(model.lm_head)
-            model.lm_head._parameters = {**model.lm_head._parameters, "weight": own}
+            model.lm_head = head = copy.copy(model.lm_head)
+            head._parameters = {}
+            head.weight = model.model.embed_tokens.weight.detach().clone()
             return engine
         wrap(m, "build", built)
-        wrap(m, "parameters", lambda real, worker: {n: p for n, p in real(worker).items() if "lm_head" not in n})
-    @after("engine.vllm_memory")
-    def kept(m):
-        wrap(m.HostMemory, "sleep", lambda real, self: None)
-        wrap(m.HostMemory, "wake_up", lambda real, self, tags: None)
 """, engine_checks.NEW, "nats"),
     "norms of queries and keys are left out": ("dense", """
     @after("engine.vllm_api")

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -89,7 +90,7 @@ def ask_engine(engine: Any) -> tuple[Completion, Places] | None:
     from mindspeed_rl_plugin.engine import vllm_api
     from mindspeed_rl_plugin.engine.rollout_engine import generate
 
-    engine = getattr(engine, "engine", engine)  # without the layer for episodes
+    engine = getattr(engine, "engine", engine)  # without what adds turns to it
     if not engine.eager:
         return None
     request = GenerateRequest(SampleId(-7, 0, 0), PROMPT, Sampling(TOKENS, temperature=0.0, ignore_eos=True), 1)
@@ -192,11 +193,11 @@ def attach(folder: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    from mindspeed_rl_plugin import __main__
     from mindspeed_rl_plugin.host.on_import import after_import
 
     after_import("mindspeed_rl_plugin.loop.colocation", lambda _: attach(Path(argv[0])))
-    __main__.run_script(argv[1], list(argv[2:]))
+    sys.argv = ["mindspeed_rl_plugin", *argv[1:]]
+    runpy.run_module("mindspeed_rl_plugin", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from mindspeed_rl_plugin.monitor.run_files import versions, write_text
 from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_checks, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import (
-    Report,
     Result,
+    ResultFile,
     causes_of,
     explained,
     guilty,
@@ -145,7 +145,7 @@ def engine_results(
 ) -> Iterator[Result]:
     """The checks of the engine, in a process of their own. A check in which it crashes or hangs fails. folder: for its
     files."""
-    report = Report(folder / "engine.jsonl")
+    report = ResultFile(folder / "engine.jsonl")
     command = Nodes(1).torchrun("-m", engine_checks.__name__, str(report.path), dtype, *models)
     done = run(command, folder / "engine.log", ENGINE_SECONDS, env=env)
     results, begun = report.read()

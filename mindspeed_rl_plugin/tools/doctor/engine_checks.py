@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.layout.layout import EngineParallel, engine_layout
 from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 from mindspeed_rl_plugin.tools.doctor import small_models
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Report, Result
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, ResultFile
 from mindspeed_rl_plugin.weights.live import engine_storage
 
 # Largest mean difference of log-probs [nats] by rounding, which may also give a token other experts.
@@ -245,11 +245,11 @@ def main(argv: Sequence[str]) -> None:
     report, dtype, *models = argv
     with scratch("mindspeed-rl-doctor-engine") as folder:
         for model in models or small_models.MODELS:
-            Report(report).add([BUILD.name])
+            ResultFile(report).add([BUILD.name])
             began = time.monotonic()
             bench = EngineBench(model, dtype, Path(folder))
-            Report(report).add([BUILD.result(True, f"{time.monotonic() - began:.0f} s", model)])
-            Report(report).add(bench.checks())
+            ResultFile(report).add([BUILD.result(True, f"{time.monotonic() - began:.0f} s", model)])
+            ResultFile(report).add(bench.checks())
 
 
 if __name__ == "__main__":

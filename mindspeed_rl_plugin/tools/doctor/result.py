@@ -98,7 +98,7 @@ def _named(r: Result) -> str:
     return f"{r.check} ({r.where})" if r.where else r.check
 
 
-class Report:
+class ResultFile:
     """A file to which a process writes its results, a JSON line each, so that they survive its end."""
 
     def __init__(self, path: str | Path) -> None:
