@@ -47,7 +47,8 @@ ENGINE = {
     def change(m):
         def raw(real, worker):
             real(worker)
-            worker.model_runner.sampler.logprobs_mode = "raw_logprobs"
+            sampler = worker.model_runner.sampler
+            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
             return True
         wrap(m, "demand_processed_logprobs", raw)
 """, engine_checks.SAMPLED, "nats"),
@@ -68,7 +69,8 @@ ENGINE = {
             engine = real(arguments)
             for holder in m._latent(m.worker(engine)):
                 for name in m.DERIVED:
-                    setattr(holder, name, getattr(holder, name).clone())
+                    stale = torch.nn.Parameter(getattr(holder, name).detach().clone(), requires_grad=False)
+                    setattr(holder, name, stale)
             return engine
         wrap(m, "build", built)
         wrap(m, "refresh_derived", lambda real, worker: None)

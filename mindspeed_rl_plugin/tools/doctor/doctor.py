@@ -39,7 +39,7 @@ from mindspeed_rl_plugin.tools.doctor.result import (
 )
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture, run
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, find_entry
-from mindspeed_rl_plugin.tools.rehearse.outcome import tail
+from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.report.report import embed
 
 RANKS_SECONDS, ENGINE_SECONDS = 60.0, 240.0  # limits of the checks of all ranks, and of all engines
@@ -154,7 +154,7 @@ def engine_results(
         ended = {r.where for r in results if r.check == engine_checks.BETWEEN.name}
         check = next((c for c in engine_checks.CHECKS if c.name == begun), engine_checks.BUILD)
         model = next((m for m in models if m not in ended), "")
-        yield result("engine", check.name, False, tail(done, 6), "it ends", check.fix, model)
+        yield result("engine", check.name, False, reason(done), "it ends", check.fix, model)
 
 
 def _nodes() -> tuple[Nodes | None, object]:

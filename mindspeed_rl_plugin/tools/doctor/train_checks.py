@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.tools.doctor.engine_checks import LIMITS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, run
-from mindspeed_rl_plugin.tools.rehearse.outcome import tail
+from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.rehearse.substitutes import VARIED, make_tokenizer
 
 RATIO_LIMITS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
@@ -179,7 +179,7 @@ def _ran(where: str, done: Done, lines: Sequence[Mapping[str, Any]]) -> Iterator
             yield check.result(False, message, where)
         else:
             yield check.result(True, "", where) if trained else check.not_run("the job ended before", where)
-    yield RUNS.result(trained, f"{done.seconds:.0f} s" if trained else tail(done, 6), where)
+    yield RUNS.result(trained, f"{done.seconds:.0f} s" if trained else reason(done), where)
 
 
 def _where(where: str, folders: Sequence[Path], differ: bool) -> Result:
@@ -222,7 +222,7 @@ def _resumed(where: str, folder: Path, argv: Sequence[str], bench: TrainBench) -
     done = bench.job(again_in, argv, **{compare.KILLS: f"{last}:3"})
     again = next((line for line in read_metrics(save / "rl")[2:] if line["time"] > began), None)
     if again is None:
-        yield RESUME.result(False, tail(done, 6), where)
+        yield RESUME.result(False, reason(done), where)
         return
     differ = [n for n in before if not _TIMES.fullmatch(n) and again.get(n) != before[n]]
     figure = f"{differ[0]}: {before[differ[0]]}, resumed {again.get(differ[0])}" if differ else "equal"

@@ -91,6 +91,12 @@ def tail(done: Done, count: int = 25) -> str:
     return "\n".join(lines[: error + 12][-count:])
 
 
+def reason(done: Done) -> str:
+    """The line of `tail` that says most: that of the error, else the last one."""
+    lines = tail(done).splitlines()
+    return next((line for line in reversed(lines) if _ERROR.match(line)), lines[-1] if lines else "it printed nothing")
+
+
 def _missing_module(module: str, traceback: list[str]) -> str:
     """One line: the module, the code that imports it, and the fix."""
     frames = [match.groups() for line in traceback if (match := _FRAME.match(line))]
