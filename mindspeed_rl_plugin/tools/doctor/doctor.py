@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check."""
     options = _parser().parse_args(argv)
     try:
+        if options.compare and not options.script:
+            raise ValueError("--compare needs SCRIPT.sh, a launch script with --rl-* flags and --load")
         if options.job:
             print(hang.story(options.job, options.stacks))
             return 0
@@ -77,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mindspeed_rl_plugin doctor", description=__doc__)
     parser.add_argument("script", nargs="?", type=Path, metavar="SCRIPT.sh", help="launch script to take settings from")
     parser.add_argument("--full", action="store_true", help="each model in every layout, with resume and a lost rank")
+    compare = "one prompt through trainer and engine of SCRIPT.sh itself, at its real size: where do they part?"
+    parser.add_argument("--compare", action="store_true", help=compare)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to check (default: all)")
     parser.add_argument("--out", metavar="FILE", help="write one HTML file for a bug report, without paths and hosts")
     parser.add_argument("--keep", metavar="DIR", help="keep logs and generated files in a new folder DIR")
@@ -98,6 +102,14 @@ class _Doctor:
         device, only = get_device(), self.options.only
         launch = self._launch()
         words = launch.arguments
+        dtype = "bfloat16" if "--bf16" in words or not device.is_cpu and not self.options.script else "float32"
+        dtype = "float16" if "--fp16" in words else dtype
+        if self.options.compare:
+            if "--rl-algorithm" not in words:
+                raise ValueError(f"--compare {self.options.script}: it has no --rl-algorithm; add its --rl-* flags")
+            _say(f"one iteration of {self.options.script}")
+            yield from train_checks.compare_launch(self._bench(launch, dtype), words)
+            return
         save = words[words.index("--save") + 1] if "--save" in words else ""
         if "machine" in only:
             _say("machine")
@@ -107,8 +119,6 @@ class _Doctor:
             _say("memory and links")
             (ranks := self.folder / "ranks").mkdir()
             yield from rank_checks.run(self.nodes, ranks, RANKS_SECONDS)
-        dtype = "bfloat16" if "--bf16" in words or not device.is_cpu and not self.options.script else "float32"
-        dtype = "float16" if "--fp16" in words else dtype
         if "engine" in only:
             _say("engine")
             yield from engine_results(dtype, self.folder, _environment(self.folder))
@@ -122,21 +132,35 @@ class _Doctor:
         ranks, env = self.nodes.ranks, dict(os.environ)
         return CapturedLaunch("pretrain_gpt.py", (), ranks, self.nodes.count, Path.cwd(), env, {}, (), 1)
 
+    def _bench(self, launch: CapturedLaunch, dtype: str) -> train_checks.TrainBench:
+        """Raises ValueError if there is no Megatron, or no entry script."""
+        entry = find_entry(launch, self.options.script or Path(launch.script), self.folder)
+        _say(f"trainer and engine on {entry.platform}")
+        path = os.pathsep.join(map(str, (*entry.path, ROOT)))
+        env = _environment(self.folder) | launch.exported | {"PYTHONPATH": path}
+        nodes, seconds = (self.nodes, 300.0) if not self.options.compare else (self._nodes_of(launch), 3600.0)
+        return train_checks.TrainBench(nodes, self.folder, entry.script, env, dtype, get_device().is_cpu, seconds)
+
+    def _nodes_of(self, launch: CapturedLaunch) -> Nodes:
+        """The ranks of a launch. Raises ValueError if this machine has fewer devices than it needs."""
+        here, device = self.nodes.ranks, get_device()
+        if self.nodes.count != launch.nnodes or here < launch.nproc and not device.is_cpu:
+            raise ValueError(
+                f"{self.options.script} needs {launch.nnodes} machines with {launch.nproc} devices, and here are "
+                f"{self.nodes.count} with {here}: start doctor by torchrun on as many machines"
+            )
+        return dataclasses.replace(self.nodes, ranks=launch.nproc)
+
     def _trainer(self, launch: CapturedLaunch, dtype: str) -> Iterator[Result]:
         try:
-            entry = find_entry(launch, self.options.script or Path(launch.script), self.folder)
-            platform = entry.platform
+            bench = self._bench(launch, dtype)
         except ValueError as error:
             yield train_checks.RUNS.not_run(str(error))
             return
-        path = os.pathsep.join(map(str, (*entry.path, ROOT)))
-        env = _environment(self.folder) | launch.exported | {"PYTHONPATH": path}
-        host = get_device().is_cpu
-        bench = train_checks.TrainBench(self.nodes, self.folder, entry.script, env, dtype, host)
         fixed = bench.prepare()
-        for name in small_models.MODELS:
-            for axis in train_checks.LAYOUTS[name][: None if self.options.full else 1]:
-                _say(f"trainer and engine on {platform}: {name}")
+        for name, axes in train_checks.LAYOUTS.items():
+            for axis in axes if self.options.full else axes[:1]:
+                _say(f"  {name}, {axis}")
                 yield from train_checks.check_model(name, axis, bench, fixed, full=self.options.full)
 
 

@@ -18,6 +18,10 @@ class Nodes:
 
     def torchrun(self, *arguments: str) -> list[str]:
         """The command line that starts this machine's ranks with these arguments."""
-        first = [f"--node-rank={self.index}", f"--master-addr={self.address}", f"--master-port={self.port}"]
+        first = [
+            f"--node-rank={self.index}",
+            f"--master-addr={self.address}",
+            f"--master-port={self.port + next(self.ports)}",
+        ]
         where = [f"--nnodes={self.count}", *first] if self.count > 1 else ["--standalone"]
         return [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={self.ranks}", *arguments]

@@ -26,6 +26,7 @@ from mindspeed_rl_plugin.tools.doctor.engine_checks import LIMITS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, run
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.rehearse.substitutes import VARIED, make_tokenizer
 
@@ -90,11 +91,12 @@ _ON_A_HOST = """
     --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
     --no-rope-fusion --no-bias-dropout-fusion --attention-backend unfused --distributed-backend gloo
 """
+# Flags of a launch that `compare_launch` removes.
+_NOT_COMPARED = "--save --rl-run-dir --rl-dump-dir --rl-eval-data --rl-eval-every --rl-generators --async-save"
 _DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 # Metrics that differ between equal steps.
 _TIMES = re.compile(r"time|seconds/.*|.*seconds|tokens_per_second.*|dock/.*|peak_bytes/.*|reshard/.*|idle/.*")
 _BROKEN = re.compile(r"(WeightMismatch|BrokenWeights): (.*)")
-_TIMEOUT = 300.0  # seconds of one job
 _ENDS_WITHIN = 60  # seconds from the end of a rank to the end of its job
 _GROWTH = {True: 128 << 20, False: 16 << 20}  # bytes; on a host they are those of the process
 
@@ -109,6 +111,7 @@ class TrainBench:
     env: Mapping[str, str]  # of the ranks, with the PYTHONPATH of Megatron
     dtype: str = "float32"
     host: bool = True
+    seconds: float = 300.0  # limit of a job
 
     def prepare(self) -> list[str]:
         """Write tokenizer, prompts and a grader. Returns the flags of all jobs."""
@@ -139,7 +142,7 @@ class TrainBench:
         """Run a job that compares trainer and engine, in a new folder."""
         folder.mkdir()
         command = self.nodes.torchrun("-m", compare.__name__, str(folder), str(self.script), *argv)
-        return run(command, folder / "log", _TIMEOUT, env={**self.env, **env}, cwd=folder)
+        return run(command, folder / "log", self.seconds, env={**self.env, **env}, cwd=folder)
 
 
 def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], full: bool) -> Iterator[Result]:
@@ -149,26 +152,51 @@ def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], f
     save = folder / "save"
     argv = [*fixed, *bench.model(name, axis, folder), "--save", str(save)]
     done = bench.job(folder / "job", [*argv, "--exit-interval", "3"])
-    lines = read_metrics(save / "rl") if (save / "rl" / METRICS_FILE).exists() else []
+    lines = _metrics(save)
     yield from _ran(where, done, lines)
     if lines:
-        far, limit = max(line["logp_diff/mean"] for line in lines), LIMITS[bench.dtype]
-        if far > limit and not bench.host:  # the engine's graphs hide its places
-            bench.job(
-                folder / "eager",
-                [*argv, "--save", str(folder / "eager-save"), "--exit-interval", "1"],
-                **{compare.EAGER: "1"},
-            )
-        yield _where(where, [folder / "job", folder / "eager"], far > limit)
-        yield AGREE.result(far <= limit, f"{far:.2g} nats", where, nats=limit)
+        yield from _agreement(where, lines, folder, argv, bench)
         moved, limit = max(abs(line["ratio/mean"] - 1) for line in lines), RATIO_LIMITS[bench.dtype]
         yield RATIO.result(moved <= limit, f"1 +- {moved:.2g}", where, ratio=limit)
     if len(lines) == 3:
         worst, grown = _growth(lines)
         most = _GROWTH[bench.host]
         yield MEMORY.result(grown <= most, f"{grown / 2**20:+.0f} MiB in {worst}", where, mib=most >> 20)
-        if full or name == "dense" and axis == LAYOUTS[name][0]:
+        if bench.nodes.count > 1:
+            yield from (check.not_run("the machines share no folder", where) for check in (RESUME, KILLED))
+        elif full or name == "dense" and axis == LAYOUTS[name][0]:
             yield from _resumed(where, folder, argv, bench)
+
+
+def compare_launch(bench: TrainBench, argv: Sequence[str]) -> Iterator[Result]:
+    """One iteration of the user's own launch. argv: of its entry script; those that would write to the user's folders,
+    or would let other processes generate, are replaced."""
+    given = Flags.parse(argv)
+    given.apply("", _NOT_COMPARED)
+    (folder := bench.scratch / "launch").mkdir()
+    words = [*given.argv(), "--save", str(folder / "save"), "--rl-schedule", "sync", "--exit-interval", "1"]
+    done = bench.job(folder / "job", words)
+    lines = _metrics(folder / "save")
+    yield RUNS.result(bool(lines), f"{done.seconds:.0f} s" if lines else reason(done), "your launch")
+    if lines:
+        yield from _agreement("your launch", lines[:1], folder, words, bench)
+
+
+def _metrics(save: Path) -> list[dict[str, Any]]:
+    return read_metrics(save / "rl") if (save / "rl" / METRICS_FILE).exists() else []
+
+
+def _agreement(
+    where: str, lines: Sequence[Mapping[str, Any]], folder: Path, argv: Sequence[str], bench: TrainBench
+) -> Iterator[Result]:
+    """Where trainer and engine part, and how far their log-probs are from each other. An engine with graphs hides its
+    places: if the log-probs differ, an iteration runs once more without graphs."""
+    far, limit = max(line["logp_diff/mean"] for line in lines), LIMITS[bench.dtype]
+    if far > limit and not bench.host:
+        again = [*argv, "--save", str(folder / "eager-save"), "--exit-interval", "1"]
+        bench.job(folder / "eager", again, **{compare.EAGER: "1"})
+    yield _where(where, [folder / "job", folder / "eager"], far > limit)
+    yield AGREE.result(far <= limit, f"{far:.2g} nats", where, nats=limit)
 
 
 def _ran(where: str, done: Done, lines: Sequence[Mapping[str, Any]]) -> Iterator[Result]:
