@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Nodes:
     index: int = 0  # of this machine
     address: str = "localhost"  # of the first machine
     port: int = 0  # a free port of the first machine; one machine alone needs none
+    ports: Iterator[int] = field(default_factory=itertools.count, compare=False)  # added to it: each call has its own
 
     def torchrun(self, *arguments: str) -> list[str]:
         """The command line that starts this machine's ranks with these arguments."""
