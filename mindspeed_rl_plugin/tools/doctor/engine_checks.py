@@ -138,8 +138,10 @@ class EngineBench:
         figure = f"{other[0]} has another shape or stride" if other else f"{len(before)} tensors"
         yield WOKEN.result(not other, figure, self.model)
         yield WRITTEN.name
-        yield self.write(self.weights[0])
+        yield (written := self.write(self.weights[0]))
         engine.update_weights(0)
+        yield LATENT.name
+        yield self.latent()
         engine.wake(("kv_cache",))
         yield AGAIN.name
         again = self.ask(_PROMPTS)
@@ -151,12 +153,10 @@ class EngineBench:
         engine.submit(_requests(_PROMPTS[:1], tokens=2 * _TOKENS))
         for _ in range(4):
             engine.poll(0)
-        if (written := self.write(self.weights[1])).verdict == FAIL:
-            yield written
+        if (again_written := self.write(self.weights[1])).verdict == FAIL != written.verdict:
+            yield again_written
         engine.update_weights(1, in_flight=True)
         (going,) = engine.poll(_DEADLINE)
-        yield LATENT.name
-        yield self.latent()
         yield NEW.name
         yield self.compared(NEW, self.ask([_UNSEEN]), 1)
         yield PREFIX.name
