@@ -15,8 +15,11 @@ OWN = ("turn", "reward", "seconds")  # fields that we add to chat messages; no t
 
 
 class RewardError(ValueError):
-    """A grader cannot be loaded, raised an error, ran out of time, died, or returned no finite number; or all graders
-    of a batch together took too long."""
+    """A grader cannot be loaded, raised an error, ran out of time, died, or returned no finite number."""
+
+
+class GradingTooLate(RewardError, TimeoutError):
+    """All graders of a batch together took too long."""
 
 
 @dataclass(frozen=True)

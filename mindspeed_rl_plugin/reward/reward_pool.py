@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_rl_plugin.reward.batch import Batch
 from mindspeed_rl_plugin.reward.calling import lacking
 from mindspeed_rl_plugin.reward.grader_process import Kind
-from mindspeed_rl_plugin.reward.items import Grade, GradeItem, RewardError
+from mindspeed_rl_plugin.reward.items import Grade, GradeItem, GradingTooLate, RewardError
 from mindspeed_rl_plugin.reward.specs import parse_specs, time_limits
 from mindspeed_rl_plugin.workers.pool import WorkerPool
 from mindspeed_rl_plugin.workers.pool_worker import GRACE, WorkerCall
@@ -232,7 +232,7 @@ class RewardPool:
             self._pool.give()
             self._pool.wait(min(end, first.end))
             if time.monotonic() >= first.end:
-                raise RewardError(self._too_late(first))
+                raise GradingTooLate(self._too_late(first))
             for call, outcomes in self._pool.take():
                 self._record(call, outcomes)
         except BaseException:

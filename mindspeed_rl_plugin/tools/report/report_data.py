@@ -20,6 +20,8 @@ from mindspeed_rl_plugin.monitor.run_files import (
     read_run,
 )
 from mindspeed_rl_plugin.monitor.run_summary import column, is_training, summarize
+from mindspeed_rl_plugin.status.status_file import STATUS_FOLDER
+from mindspeed_rl_plugin.status.story import STORY_FILE
 from mindspeed_rl_plugin.tools.report.report_samples import find_dumps, sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import apart_data, stage_data, timeline_data
 
@@ -47,12 +49,19 @@ def collect(
         "verdict": verdict(rows, run, summary),
         "settings": settings(run),
         "held_out": held_out(Path(run_dir) / HELD_OUT_FILE),
-        "remarks": remarks(rows, run, sorted(event_files(run_dir))),
+        "remarks": [*remarks(rows, run, sorted(event_files(run_dir))), *story_remarks(Path(run_dir))],
         "metrics": metric_series(rows),
         "stages": stages,
         "timeline": timeline | apart_data(read_apart(run_dir), timeline["origin"]),
         "samples": sample_data(dumps, limit=samples) | {"places": list(map(os.fspath, places))},
     }
+
+
+def story_remarks(run_dir: Path) -> list[str]:
+    """Where each process was when a wait reached its deadline; empty if none did."""
+    path = run_dir / STATUS_FOLDER / STORY_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [f"a wait reached its deadline: {line}" if n == 0 else line.strip() for n, line in enumerate(lines)]
 
 
 def metric_series(rows: list[JsonObject]) -> dict[str, Any]:

@@ -1,0 +1,237 @@
+"""The checks' functions and the command `doctor`, without engines and jobs; faults are in test_doctor_faults.py."""
+
+import json
+import os
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_rl_plugin.__main__ import main
+from mindspeed_rl_plugin.rows import Completion, SampleId
+from mindspeed_rl_plugin.tools.doctor import compare, doctor, engine_checks, small_models, train_checks
+from mindspeed_rl_plugin.tools.doctor.result import (
+    FAIL,
+    NOT_RUN,
+    PASS,
+    ResultFile,
+    explained,
+    guilty,
+    result,
+    table,
+    without_private,
+)
+from mindspeed_rl_plugin.tools.rehearse.capture import Done
+
+pytestmark = pytest.mark.quick
+
+
+def failed(check, where=""):
+    return check.result(False, "1", where, nats=1, mib=1, noise=1, ratio=1, rank=1, seconds=1)
+
+
+def test_a_failure_follows_only_from_one_of_the_same_model():
+    results = [
+        failed(train_checks.ARRIVE, "dense"),
+        failed(train_checks.AGREE, "dense"),
+        failed(train_checks.AGREE, "experts"),
+    ]
+    named = explained(results, doctor.CAUSES)
+    assert [r.follows for r in named] == ["", "trainer: weights arrive (dense)", ""]
+    assert [(r.check, r.where) for r in guilty(named)] == [
+        ("weights arrive", "dense"),
+        (train_checks.AGREE.name, "experts"),
+    ]
+    text = table(named)
+    assert "follows from trainer: weights arrive (dense)" in text and train_checks.ARRIVE.fix in text
+
+
+def test_each_cause_is_a_check():
+    names = {r.name for r in (*engine_checks.CHECKS, *train_checks.CHECKS)} | set(doctor.rank_checks.CAUSES)
+    others = {cause for causes in doctor.CAUSES.values() for cause in causes}
+    assert others - names <= {doctor.machine.OWN_DEVICE, doctor.machine.HELD, doctor.rank_checks.START}
+
+
+def test_results_survive_the_end_of_their_process(tmp_path):
+    file = ResultFile(tmp_path / "results")
+    assert file.read() == ([], "")
+    one = result("engine", "build", True, "3 s", "", "", "dense")
+    file.add(["build", one, "answers"])
+    assert file.read() == ([one], "answers")
+    file.add([one])
+    assert file.read() == ([one, one], "")
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("connect to 10.0.0.17:29500 failed", "connect to ... failed"),
+        ("no /home/me/models/x.json here", "no ... here"),
+        ("~/data/train.jsonl", "..."),
+        ("1/2 of input/output, 0.5 nats", "1/2 of input/output, 0.5 nats"),
+    ],
+)
+def test_private_texts_are_taken_out(text, cleaned):
+    assert without_private(text) == cleaned
+
+
+def test_the_page_holds_the_results_and_no_name_of_the_machine():
+    host = socket.gethostname()
+    page = doctor.page([result("links", "ports", False, f"{host} </script><b> /a/b/c", "all", "open them")])
+    data = json.loads(page.partition('id="doctor">')[2].partition("</script>")[0])
+    assert data["results"][0]["figure"] == "... </script><b> ..." and host not in page
+    assert data["device"] and "torch" in data["versions"] and "<b>" not in page
+
+
+class Layer(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.input_layernorm, self.self_attn, self.mlp = nn.LayerNorm(2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.layer_number = number + 1
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens, self.norm = nn.Embedding(4, 2), nn.LayerNorm(2)
+        self.layers = nn.ModuleList(map(Layer, range(2)))
+
+
+PLACES = ["embedding"] + [f"{part} of layer {n}" for n in (0, 1) for part in ("attention", "MLP")] + ["last norm"]
+
+
+def test_places_of_both_models_have_the_same_names():
+    inner = Inner()
+    assert list(compare.engine_places(nn.Sequential(inner))) == PLACES
+    chunk = nn.Module()
+    chunk.embedding, chunk.pre_process = inner.embed_tokens, True
+    chunk.decoder = nn.Module()
+    chunk.decoder.layers, chunk.decoder.final_layernorm = inner.layers, inner.norm
+    assert list(compare.trainer_places([chunk])) == PLACES
+    chunk.pre_process = False
+    assert "embedding" not in compare.trainer_places([chunk])
+
+
+def test_the_first_place_beyond_the_noise_is_named():
+    ours = {
+        "embedding": [torch.ones(4, 2)],
+        "attention of layer 0": [torch.ones(4, 2)],
+        "MLP of layer 0": [torch.ones(4, 2)],
+    }
+    theirs = {name: [t[0].clone()] for name, t in ours.items()}
+    line = compare.parts(theirs, ours, ([-1.0], [-1.0]), 0.01)
+    assert line["first"] is None and line["far"][compare.LOG_PROBS] == 0
+    theirs["MLP of layer 0"][0] += 1
+    theirs["attention of layer 0"][0][2, 1] = float("nan")
+    line = compare.parts(theirs, ours, ([-1.0], [-1.5]), 0.01)
+    assert line["first"] == {"place": "attention of layer 0", "token": 2, "of_prompt": len(compare.PROMPT)}
+    line = compare.parts({}, {}, ([-1.0], [-1.5]), 0.01)
+    assert line["first"]["place"] == compare.LOG_PROBS, "a rank of the last stage whose outputs are equal"
+
+
+def test_outputs_are_copied_before_later_operators_change_them():
+    module = nn.Identity()
+    with compare.recorded({"here": module}, lambda output: output) as seen:
+        module(torch.zeros(2, 2)).add_(1)
+        module((torch.zeros(1, 2), None))
+    assert [t.sum().item() for t in seen["here"]] == [0, 0]
+    module(torch.ones(1))
+    assert len(seen["here"]) == 2, "the hook is gone"
+
+
+def test_log_probs_are_those_of_temperature_and_top_p():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    within = (logits / 0.5)[:, :2].log_softmax(-1)  # 0.87, 0.12, 0.02
+    done = Completion(SampleId(0, 0, 0), (1,), (float(within[0, 1]),), "length", ((0, 0),))
+    assert engine_checks._difference(logits, done, temperature=0.5, top_p=0.9) < 1e-6
+    assert engine_checks._difference(logits, done) > 0.1
+
+
+def ended(*lines, code=1):
+    return Done("job", code, 9.0, list(lines))
+
+
+def test_what_a_job_says_at_its_end_is_told_apart():
+    def verdicts(done, trained=()):
+        return {r.check: (r.verdict, r.figure) for r in train_checks._ran("dense", done, trained)}
+
+    assert {v for v, _ in verdicts(ended(code=0), [{}] * 3).values()} == {PASS}
+    lost = verdicts(ended("[rank0]: mindspeed_rl_plugin.weights.verify.WeightMismatch: a differs on rank 1"))
+    assert (
+        lost[train_checks.ARRIVE.name] == (FAIL, "a differs on rank 1") and lost[train_checks.FINITE.name][0] == NOT_RUN
+    )
+    broken = verdicts(ended("x.BrokenWeights: NaN in b of rank 1"))
+    assert broken[train_checks.FINITE.name] == (FAIL, "NaN in b of rank 1")
+    other = verdicts(ended("[rank1]: ImportError: libhccl.so", "nanobind: leaked 64 types!"))
+    assert other[train_checks.RUNS.name] == (FAIL, "ImportError: libhccl.so")
+    assert [verdict for verdict, _ in other.values()].count(FAIL) == 1
+
+
+def test_the_first_version_that_parts_is_told(tmp_path):
+    job = tmp_path / "job"
+    assert train_checks._where("dense", [job], False).verdict == NOT_RUN
+    job.mkdir()
+    good = {"version": 0, "noise": 0.1, "far": {"embedding": 0.01}, "first": None}
+    bad = {
+        "version": 1,
+        "noise": 0.1,
+        "far": {"embedding": 2.0},
+        "first": {"place": "embedding", "token": 9, "of_prompt": 8},
+    }
+    (job / "parts-0.jsonl").write_text(json.dumps(good) + "\n")
+    assert train_checks._where("dense", [job], False).figure == "largest difference 0.01"
+    (job / "parts-1.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad) + "\n")
+    where = train_checks._where("dense", [job], True)
+    assert (where.verdict, where.figure) == (FAIL, "embedding: 2 on rank 1, token 9 in decoding, weights 1")
+    (job / "parts-1.jsonl").unlink()
+    (eager := tmp_path / "eager").mkdir()
+    assert train_checks._where("dense", [job, eager], True).figure == "only with captured graphs"
+
+
+def test_growth_is_that_of_the_worst_stage_after_the_first_iteration():
+    lines = [{"peak_bytes/update": 9, "peak_bytes/generate": 5}, {"peak_bytes/update": 10, "peak_bytes/generate": 5}]
+    assert train_checks._growth([lines[0], *lines]) == ("update", 1)
+
+
+@pytest.mark.parametrize("name", small_models.MODELS)
+def test_all_tensors_differ_between_two_seeds(name):
+    one, two = (small_models.random_weights(name, seed, torch.bfloat16) for seed in (0, 1))
+    assert one.keys() == two.keys() and not any(torch.equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--compare"], "--compare needs SCRIPT.sh, a launch script with --rl-* flags and --load"),
+        (["nowhere.sh"], "no such file"),
+        (["--job", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_said_with_status_1(argv, said, capsys):
+    assert main(["doctor", *argv]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_without_rl_cannot_be_compared(tmp_path, capsys):
+    script = tmp_path / "launch.sh"
+    script.write_text("torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --bf16\n")
+    assert main(["doctor", "--compare", str(script)]) == 1
+    assert "it has no --rl-algorithm; add its --rl-* flags" in capsys.readouterr().err
+
+
+def test_ranks_that_torchrun_started_beside_the_first_of_a_machine_leave(monkeypatch):
+    for name, value in dict(RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, GROUP_RANK=0).items():
+        monkeypatch.setenv(name, str(value))
+    assert main(["doctor"]) == 0
+
+
+def test_a_healthy_part_ends_with_status_0_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(doctor.tempfile, "tempdir", str(tmp_path))
+    made = [result("machine", "open files", True, "9", "", "")]
+    monkeypatch.setattr(doctor.machine, "machine_checks", lambda *a: iter(made))
+    assert main(["doctor", "--only", "machine", "--out", str(tmp_path / "doctor.html")]) == 0
+    assert "nothing is at fault" in capsys.readouterr().out and os.listdir(tmp_path) == ["doctor.html"]
+    made[0] = result("machine", "open files", False, "9", "", "ulimit -n 99")
+    assert main(["doctor", "--only", "machine", "--keep", str(tmp_path / "kept")]) == 1
+    assert "1 at fault" in capsys.readouterr().out and (tmp_path / "kept").is_dir()
