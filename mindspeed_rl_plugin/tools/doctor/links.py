@@ -52,12 +52,11 @@ def _speed(device: Device, slow: set[int]) -> list[Result]:
     return [result("links", SPEED, not slow, f"median {middle * 1e3:.1f} ms{who}", limit, RANK_FIX)]
 
 
-def rounds(world: int) -> Iterator[list[Pair]]:
-    """Rounds of pairs: each two ranks meet once, and a rank is in at most one pair of a round (circle method)."""
-    ring = list(range(world + world % 2))
-    for _ in ring[1:]:
-        yield [pair for pair in zip(ring, ring[: len(ring) // 2 - 1 : -1], strict=False) if max(pair) < world]
-        ring = [ring[0], ring[-1], *ring[1:-1]]
+def meetings(rank: int, world: int) -> Iterator[Pair]:
+    """Pairs of this rank. In round i ranks a and a ^ i meet, so that a round's pairs have no rank in common."""
+    for peer in (rank ^ i for i in range(1, 1 << world.bit_length())):
+        if peer < world:
+            yield from sorted([(rank, peer), (peer, rank)])
 
 
 def slow_pairs(times: Mapping[Pair, float], places: Sequence[str]) -> list[Pair]:
@@ -80,9 +79,8 @@ def blame(slow: Sequence[Pair], world: int, known: set[int]) -> list[str]:
 def _pairs(device: Device, channel: P2PChannel, known: set[int]) -> list[Result]:
     rank, world, send = channel.rank, dist.get_world_size(), partial(_message, device, channel)
     channel.share("the first collective", [rank], 1, device.current())  # connects all ranks
-    mine = {p: send(p) for meeting in rounds(world) for a, b in meeting for p in ((a, b), (b, a)) if rank in p}
-    places, parts = zip(*_shared((machine(), {p: s for p, s in mine.items() if p[1] == rank})), strict=True)
-    times = {pair: seconds for part in parts for pair, seconds in part.items()}
+    places, parts = zip(*_shared((machine(), {pair: send(pair) for pair in meetings(rank, world)})), strict=True)
+    times = {(a, b): seconds for b, part in enumerate(parts) for (a, to), seconds in part.items() if to == b}
     named = blame(slow_pairs(times, places), world, known)
     for pair in 3 * [p for p in times if f"{p[0]}->{p[1]}" in named]:  # again, alone: other load is no reason then
         times[pair] = min(times[pair], _shared(send(pair) if rank in pair else 0.0)[pair[1]])

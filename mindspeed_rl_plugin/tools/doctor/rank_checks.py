@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -53,9 +53,9 @@ def main(folder: str, deadline: str) -> int:
             try:
                 found = call()
             except (RuntimeError, ValueError, OSError, MemoryError) as error:
-                broken, late = part == "links", isinstance(error, TimeoutError | ConnectionError)
-                text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-                text = f"{WAITED if late else FAILED_WITH}: {text}" if broken else text
+                broken, late = part != "memory", isinstance(error, TimeoutError | ConnectionError)
+                how = f"{WAITED if late else FAILED_WITH}: " if broken else ""
+                text = f"{how}{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 found = Result(part, name, FAIL, text, ANSWER, OUTPUT_FIX)
             for one in found if isinstance(found, list) else [found]:
                 print(json.dumps({"at": time.time(), "result": asdict(one)}), file=file)
@@ -91,9 +91,10 @@ def run(nodes: Nodes, folder: Path, deadline: float) -> list[Result]:
             lines[rank] = [{"begins": RANKS_START, "part": "links", "at": first}]
             with contextlib.suppress(OSError, ValueError), open(folder / f"rank-{rank}.jsonl") as file:
                 lines[rank] += map(json.loads, file)
-            with contextlib.suppress(KeyError, IndexError, ProcessLookupError):  # it wrote nothing; it has ended
-                if began(lines[rank][1]["process"]) == lines[rank][1]["since"]:
-                    os.kill(lines[rank][1]["process"], signal.SIGKILL)
+            with contextlib.suppress(IndexError, ProcessLookupError):  # it wrote nothing; it has ended
+                while began(process := lines[rank][1]["process"]) == lines[rank][1]["since"]:
+                    os.kill(process, signal.SIGKILL)
+                    time.sleep(0.01)
     found = [(rank, line) for rank, mine in lines.items() for line in mine if "result" in line]
     found = [(rank, Result(**line["result"])) for rank, line in sorted(found, key=lambda pair: pair[1]["at"])]
     status = {int(rank): code for rank, code in _EXIT_STATUS.findall("\n".join(done.lines))}
@@ -113,23 +114,21 @@ def _unfinished(last: dict[int, dict[str, Any]], status: dict[int, str]) -> Iter
         yield rank, Result(line["part"], line["begins"], FAIL, figure, ANSWER, OUTPUT_FIX)
 
 
-def merge(found: Iterable[tuple[int | None, Result]]) -> list[Result]:
+def merge(found: Sequence[tuple[int | None, Result]]) -> list[Result]:
     """One result for each check and place, with the figure of the worst rank, and with all ranks that fail. A rank that
     only waited is left out if another one died, hung or raised an error. rank None: the result names ranks itself."""
-    groups: dict[tuple[str, str, str], list[tuple[int | None, Result]]] = {}
-    found = list(found)
     known = any(r.verdict == FAIL and _REASON.match(r.figure) for _, r in found)
+    groups: dict[tuple[str, str, str], list[tuple[int | None, Result]]] = {}
     for rank, r in found:
         if not (known and r.figure.startswith(WAITED)):
             groups.setdefault((r.part, r.check, r.where), []).append((rank, r))
-    return [_worst(group) for group in groups.values()]
+    return [_worst(group, [one for one in group if one[1].verdict == FAIL] or group) for group in groups.values()]
 
 
-def _worst(group: list[tuple[int | None, Result]]) -> Result:
-    some = [(rank, r) for rank, r in group if r.verdict == FAIL] or group
-    ranks = sorted({rank for rank, _ in some if rank is not None})
+def _worst(group: list[tuple[int | None, Result]], some: list[tuple[int | None, Result]]) -> Result:
     sign = -1 if some[0][1].limit.startswith("at least") else 1
     worst = max((r for _, r in some), key=lambda r: sign * float(_LEADING.match(r.figure)[0] or 0))
+    ranks = sorted({rank for rank, _ in some if rank is not None})
     told = worst.figure.startswith(WAITED) or len(group) > 1 and all(r == worst for _, r in group)
     if worst.verdict != FAIL or not ranks or told:
         return worst
