@@ -91,14 +91,22 @@ def run(nodes: Nodes, folder: Path, deadline: float) -> list[Result]:
             lines[rank] = [{"begins": RANKS_START, "part": "links", "at": first}]
             with contextlib.suppress(OSError, ValueError), open(folder / f"rank-{rank}.jsonl") as file:
                 lines[rank] += map(json.loads, file)
-            with contextlib.suppress(IndexError, ProcessLookupError):  # it wrote nothing; it has ended
-                while began(process := lines[rank][1]["process"]) == lines[rank][1]["since"]:
-                    os.kill(process, signal.SIGKILL)
-                    time.sleep(0.01)
+            for line in lines[rank][1:2]:  # the first that the rank wrote
+                _kill(line["process"], line["since"])
     found = [(rank, line) for rank, mine in lines.items() for line in mine if "result" in line]
     found = [(rank, Result(**line["result"])) for rank, line in sorted(found, key=lambda pair: pair[1]["at"])]
     status = {int(rank): code for rank, code in _EXIT_STATUS.findall("\n".join(done.lines))}
     return merge([*found, *_unfinished({rank: mine[-1] for rank, mine in lines.items()}, status)])
+
+
+def _kill(process: int, since: int) -> None:
+    """Kill a rank if it still runs. Waits at most five seconds, since a driver may keep a process."""
+    for _ in range(500):
+        if began(process) != since:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 def _unfinished(last: dict[int, dict[str, Any]], status: dict[int, str]) -> Iterator[tuple[int, Result]]:
