@@ -222,10 +222,12 @@ def test_results_of_ranks_become_one_line() -> None:
     low = [(rank, of("bandwidth", FAIL, f"{rate} GB/s", "at least 2 GB/s")) for rank, rate in ((2, 1.5), (5, 0.5))]
     assert figures(*rates, *low) == [(FAIL, "ranks 2, 5: 0.5 GB/s")]
     slow = of("point to point", FAIL, "9 ms", where="1->2")
-    assert figures((0, slow), (1, slow)) == [(FAIL, "9 ms")] and figures((0, slow)) == [(FAIL, "rank 0: 9 ms")]
+    assert figures((0, slow), (1, slow)) == [(FAIL, "9 ms")]
     waited = [(rank, of("all_reduce", FAIL, f"waited: rank {rank} ...")) for rank in (3, 0)]
     assert figures(*waited) == [(FAIL, "waited: rank 3 ...")]  # the first of them
     assert figures(*waited, *low) == [(FAIL, "waited: rank 3 ..."), (FAIL, "ranks 2, 5: 0.5 GB/s")]
+    dead = [(rank, of("point to point", FAIL, "died after 9 s")) for rank in (1, 0)]
+    assert figures(*dead) == [(FAIL, "ranks 0, 1: died after 9 s")]
     assert figures(*waited, (1, of("broadcast", FAIL, "hung for 9 s"))) == [(FAIL, "rank 1: hung for 9 s")]
     other = (None, of("broadcast", FAIL, "rank 1: hung for 9 s"))  # of another machine, merged there
     assert figures(other, (None, waited[0][1])) == [(FAIL, other[1].figure)]

@@ -8,11 +8,9 @@ import pytest
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.processes import began
-from mindspeed_rl_plugin.tools.doctor.links import COLLECTIVES, POINT_TO_POINT, SPEED
 from mindspeed_rl_plugin.tools.doctor.machine import HELD, OWN_DEVICE
-from mindspeed_rl_plugin.tools.doctor.memory_checks import BANDWIDTH, COPIES, FREED
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.doctor.rank_checks import CAUSES, RANKS_START, run
+from mindspeed_rl_plugin.tools.doctor.rank_checks import CAUSES, RANK_CHECKS, RANKS_START, run
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, explained, guilty
 
 pytestmark = pytest.mark.slow
@@ -73,7 +71,7 @@ RAISES = OF_RANK_1 + "replace('all_to_all_single', lambda *a, **k: torch.zeros(2
 WRONG = OF_RANK_1 + "replace('broadcast', wrong)\n"
 EXPECTED = {  # fault: ranks, the only check that fails, where, words of its figure
     "healthy": (HEALTHY, 4, None, "", ""),
-    "a wait that returns at once": (NOT_AWAITED, 2, "copies, a stream waits", "", "16 of 16 wrong"),
+    "a wait that returns at once": (NOT_AWAITED, 2, "copies, a stream waits", "", "ranks 0, 1: 16 of 16 wrong"),
     "a synchronize that returns at once": (NOT_SYNCHRONIZED, 2, "copies, the host waits", "", " of 16 wrong"),
     "a slow rank": (SLOW_RANK, 4, "compute speed", "", "rank 1: "),
     "a slow rank of two": (SLOW_RANK, 2, "compute speed", "", "rank 1: "),
@@ -99,18 +97,20 @@ def test_a_fault_is_named_by_its_check_alone(fault: str, tmp_path: Path, monkeyp
     assert all(words in r.figure for r in guilty(found)), found
     lines = [path.read_text().split("\n")[0] for path in folder.glob("rank-*.jsonl")]
     assert len(lines) == ranks and all(began(json.loads(line)["process"]) is None for line in lines)
+    assert {r.check for r in found} == {name for names in RANK_CHECKS.values() for name in names}
     if not check:
-        names = [RANKS_START, OWN_DEVICE, HELD, FREED, *COPIES, BANDWIDTH, SPEED, POINT_TO_POINT, *COLLECTIVES]
-        assert [r.check for r in found] == names
         assert {r.check for r in found if r.verdict != PASS} == {OWN_DEVICE, HELD}  # there is no accelerator
 
 
 def test_ranks_that_cannot_start_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDSPEED_RL_DEVICE", "abacus")
-    (one,) = run(Nodes(2), tmp_path, 40.0)
-    assert (one.check, one.verdict) == (RANKS_START, FAIL) and ": died after " in one.figure
+    one, *others = run(Nodes(2), tmp_path, 40.0)
+    assert (one.check, one.verdict) == (RANKS_START, FAIL)
+    assert one.figure.startswith("rank") and ": died after " in one.figure
+    assert {r.verdict for r in others} == {NOT_RUN}
 
 
 def test_a_single_rank_has_no_links(tmp_path: Path) -> None:
     found = {r.check: r.verdict for r in run(Nodes(1), tmp_path, 40.0)}
-    assert {found[name] for name in (POINT_TO_POINT, *COLLECTIVES)} == {NOT_RUN} and found[FREED] == PASS
+    not_run = {name for name, verdict in found.items() if verdict == NOT_RUN}
+    assert not_run == {*RANK_CHECKS["links"], *RANK_CHECKS["machine"]} - {RANKS_START}

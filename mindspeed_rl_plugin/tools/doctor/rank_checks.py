@@ -26,7 +26,7 @@ from mindspeed_rl_plugin.tools.doctor.links import COLLECTIVES, POINT_TO_POINT, 
 from mindspeed_rl_plugin.tools.doctor.machine import CLOCK, HELD, OWN_DEVICE, PORTS, device_checks
 from mindspeed_rl_plugin.tools.doctor.memory_checks import BANDWIDTH, COPIES, FREED, memory_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, PASS, Result
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result
 from mindspeed_rl_plugin.tools.rehearse.capture import run as run_command
 
 RANKS_START = "start of the ranks"
@@ -36,8 +36,10 @@ ANSWER, OUTPUT_FIX = "an answer in time", "read this rank's lines in the output 
 _LEADING = re.compile(r"(\d+(\.\d+)?)?")  # in front of a figure
 _REASON = re.compile(rf"(ranks? [\d, ]+: )?({DIED}|{HUNG}|{FAILED_WITH})")
 _EXIT_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)", re.DOTALL)  # in torchrun's last lines
+RANK_CHECKS = {"machine": (OWN_DEVICE, HELD), "memory": (FREED, *COPIES, BANDWIDTH)}
+RANK_CHECKS |= {"links": (RANKS_START, SPEED, POINT_TO_POINT, *COLLECTIVES)}
 # check -> checks whose failure explains that it fails, for `explained`
-CAUSES: dict[str, Sequence[str]] = {name: (OWN_DEVICE, HELD) for name in (SPEED, FREED, *COPIES, BANDWIDTH)}
+CAUSES: dict[str, Sequence[str]] = {name: (OWN_DEVICE, HELD) for name in (SPEED, *RANK_CHECKS["memory"])}
 CAUSES |= {POINT_TO_POINT: (OWN_DEVICE, HELD, SPEED), CLOCK: (PORTS,)}
 CAUSES |= {name: (OWN_DEVICE, HELD, SPEED, POINT_TO_POINT) for name in COLLECTIVES}
 
@@ -96,7 +98,9 @@ def run(nodes: Nodes, folder: Path, deadline: float) -> list[Result]:
     found = [(rank, line) for rank, mine in lines.items() for line in mine if "result" in line]
     found = [(rank, Result(**line["result"])) for rank, line in sorted(found, key=lambda pair: pair[1]["at"])]
     status = {int(rank): code for rank, code in _EXIT_STATUS.findall("\n".join(done.lines))}
-    return merge([*found, *_unfinished({rank: mine[-1] for rank, mine in lines.items()}, status)])
+    results = merge([*found, *_unfinished({rank: mine[-1] for rank, mine in lines.items()}, status)])
+    ran, every = {r.check for r in results}, [(part, name) for part, names in RANK_CHECKS.items() for name in names]
+    return results + [Result(*check, NOT_RUN, "an earlier check failed") for check in every if check[1] not in ran]
 
 
 def _kill(process: int, since: int) -> None:
@@ -130,15 +134,15 @@ def merge(found: Sequence[tuple[int | None, Result]]) -> list[Result]:
     for rank, r in found:
         if not (known and r.figure.startswith(WAITED)):
             groups.setdefault((r.part, r.check, r.where), []).append((rank, r))
-    return [_worst(group, [one for one in group if one[1].verdict == FAIL] or group) for group in groups.values()]
+    return [_worst([one for one in group if one[1].verdict == FAIL] or group) for group in groups.values()]
 
 
-def _worst(group: list[tuple[int | None, Result]], some: list[tuple[int | None, Result]]) -> Result:
+def _worst(some: list[tuple[int | None, Result]]) -> Result:
     sign = -1 if some[0][1].limit.startswith("at least") else 1
     worst = max((r for _, r in some), key=lambda r: sign * float(_LEADING.match(r.figure)[0] or 0))
     ranks = sorted({rank for rank, _ in some if rank is not None})
-    told = worst.figure.startswith(WAITED) or len(group) > 1 and all(r == worst for _, r in group)
-    if worst.verdict != FAIL or not ranks or told:
+    judged = worst.check in (OWN_DEVICE, SPEED, POINT_TO_POINT) and not _REASON.match(worst.figure)
+    if worst.verdict != FAIL or not ranks or judged or worst.figure.startswith(WAITED):  # these name ranks themselves
         return worst
     return replace(worst, figure=f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {worst.figure}")
 
