@@ -231,6 +231,7 @@ def test_results_of_ranks_become_one_line() -> None:
     assert figures(*waited, (1, of("broadcast", FAIL, "hung for 9 s"))) == [(FAIL, "rank 1: hung for 9 s")]
     other = (None, of("broadcast", FAIL, "rank 1: hung for 9 s"))  # of another machine, merged there
     assert figures(other, (None, waited[0][1])) == [(FAIL, other[1].figure)]
+    assert figures(other, (None, of("broadcast", FAIL, "rank 9: died"))) == [(FAIL, f"{other[1].figure}; rank 9: died")]
 
 
 def test_the_causes_name_checks_and_each_machine_starts_its_own_ranks() -> None:

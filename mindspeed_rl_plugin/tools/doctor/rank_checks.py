@@ -140,11 +140,12 @@ def merge(found: Sequence[tuple[int | None, Result]]) -> list[Result]:
 def _worst(some: list[tuple[int | None, Result]]) -> Result:
     sign = -1 if some[0][1].limit.startswith("at least") else 1
     worst = max((r for _, r in some), key=lambda r: sign * float(_LEADING.match(r.figure)[0] or 0))
-    ranks = sorted({rank for rank, _ in some if rank is not None})
+    ranks, many = sorted({rank for rank, _ in some if rank is not None}), "; ".join({r.figure: 0 for _, r in some})
     judged = worst.check in (OWN_DEVICE, SPEED, POINT_TO_POINT) and not _REASON.match(worst.figure)
-    if worst.verdict != FAIL or not ranks or judged or worst.figure.startswith(WAITED):  # these name ranks themselves
+    if worst.verdict != FAIL or judged or worst.figure.startswith(WAITED):  # these name ranks themselves
         return worst
-    return replace(worst, figure=f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {worst.figure}")
+    own = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {worst.figure}"
+    return replace(worst, figure=own if ranks else many)
 
 
 if __name__ == "__main__":
