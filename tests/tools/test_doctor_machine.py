@@ -197,6 +197,9 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         idle = SimpleNamespace(start=lambda copies: SimpleNamespace(wait=nothing, synchronize=nothing))
         fault.setattr(Device, "copier", lambda self: idle)
         assert failed_of_memory(Device("cpu")) == list(memory_checks.COPIES[2:])
+    with monkeypatch.context() as change:
+        change.setattr(memory_checks, "busy", (work := []).append)
+        assert failed_of_memory(Device("cpu")) == [] and len(work) == 3 * 4 * 2  # ways, copies, sizes: behind work
     with monkeypatch.context() as fault:
         copy_, storage = torch.Tensor.copy_, torch.Tensor.untyped_storage
         fault.setattr(torch.Tensor, "copy_", lambda t, o, **k: copy_(t, o).nan_to_num_() if k else copy_(t, o))
