@@ -15,24 +15,24 @@ from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.ranks import gather_all
 from mindspeed_rl_plugin.tools.doctor.memory_checks import busy, timed
-from mindspeed_rl_plugin.tools.doctor.result import NOT_RUN, PASS, Result, result
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, result
 from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
 
-SPEED, PAIRS = "compute speed", "point to point"
+SPEED, POINT_TO_POINT = "compute speed", "point to point"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SLOWER = 5  # times the median: named
-CABLE = "test this link alone (nccl-tests, hccl_test); look at cable, port, switch and *_SOCKET_IFNAME"
-RANK = "look at temperature, clock and other processes of this device, and at the CPU cores of this rank"
+LINK_FIX = "test this link alone (nccl-tests, hccl_test); look at cable, port, switch and *_SOCKET_IFNAME"
+RANK_FIX = "look at temperature, clock and other processes of this device, and at the CPU cores of this rank"
 Pair = tuple[int, int]  # sender, receiver
 
 
 def link_checks(device: Device, limit: float) -> dict[str, Callable[[], list[Result]]]:
     """The checks by name; all ranks call them in this order. limit: seconds of each wait."""
     channel, slow = P2PChannel(dist.get_rank(), deadline=limit), set[int]()
-    if dist.get_world_size() == 1:
-        return {n: partial(list, [Result("links", n, NOT_RUN, "there is one rank")]) for n in (PAIRS, *COLLECTIVES)}
-    calls = {SPEED: partial(_speed, device, slow), PAIRS: partial(_pairs, device, channel, slow)}
-    return calls | {name: partial(_collective, name, device, channel) for name in COLLECTIVES}
+    calls = {SPEED: partial(_speed, device, slow), POINT_TO_POINT: partial(_pairs, device, channel, slow)}
+    calls |= {name: partial(_collective, name, device, channel) for name in COLLECTIVES}
+    alone = {name: partial(list, [Result("links", name, NOT_RUN, "there is one rank")]) for name in calls}
+    return alone if dist.get_world_size() == 1 else calls
 
 
 def _shared(value: Any) -> list[Any]:
@@ -44,20 +44,19 @@ def _shared(value: Any) -> list[Any]:
 
 
 def _speed(device: Device, slow: set[int]) -> list[Result]:
-    every = _shared(min(timed(device, partial(busy, device)) for _ in range(5)))
+    every = _shared(min(timed(device, partial(busy, device)) for _ in range(15)))
     middle = median_low(every)
     slow.update(rank for rank, seconds in enumerate(every) if seconds >= SLOWER * middle)
     who = "".join(f"; rank {rank}: {every[rank] / middle:.0f} times as long" for rank in sorted(slow))
     limit = f"less than {SLOWER} times the median"
-    return [result("links", SPEED, not slow, f"median {middle * 1e3:.1f} ms{who}", limit, RANK)]
+    return [result("links", SPEED, not slow, f"median {middle * 1e3:.1f} ms{who}", limit, RANK_FIX)]
 
 
-def rounds(world: int) -> Iterator[list[Pair]]:
-    """Rounds of pairs: each two ranks meet once, and a rank is in at most one pair of a round (circle method)."""
-    ring = list(range(world + world % 2))
-    for _ in ring[1:]:
-        yield [pair for pair in zip(ring, ring[: len(ring) // 2 - 1 : -1], strict=False) if max(pair) < world]
-        ring = [ring[0], ring[-1], *ring[1:-1]]
+def meetings(rank: int, world: int) -> Iterator[Pair]:
+    """Pairs of this rank. In round i ranks a and a ^ i meet, so that a round's pairs have no rank in common."""
+    for peer in (rank ^ i for i in range(1, 1 << world.bit_length())):
+        if peer < world:
+            yield from sorted([(rank, peer), (peer, rank)])
 
 
 def slow_pairs(times: Mapping[Pair, float], places: Sequence[str]) -> list[Pair]:
@@ -80,24 +79,24 @@ def blame(slow: Sequence[Pair], world: int, known: set[int]) -> list[str]:
 def _pairs(device: Device, channel: P2PChannel, known: set[int]) -> list[Result]:
     rank, world, send = channel.rank, dist.get_world_size(), partial(_message, device, channel)
     channel.share("the first collective", [rank], 1, device.current())  # connects all ranks
-    mine = {p: send(p) for meeting in rounds(world) for a, b in meeting for p in ((a, b), (b, a)) if rank in p}
-    places, parts = zip(*_shared((machine(), {p: s for p, s in mine.items() if p[1] == rank})), strict=True)
-    times = {pair: seconds for part in parts for pair, seconds in part.items()}
-    for pair in slow_pairs(times, places):  # once more, alone: the load of other pairs is no reason then
+    places, parts = zip(*_shared((machine(), {pair: send(pair) for pair in meetings(rank, world)})), strict=True)
+    times = {(a, b): seconds for b, part in enumerate(parts) for (a, to), seconds in part.items() if to == b}
+    named = blame(slow_pairs(times, places), world, known)
+    for pair in 3 * [p for p in times if f"{p[0]}->{p[1]}" in named]:  # again, alone: other load is no reason then
         times[pair] = min(times[pair], _shared(send(pair) if rank in pair else 0.0)[pair[1]])
-    usual = median_low(times.values())
-    limit = f"less than {SLOWER} times the median of {usual * 1e3:.1f} ms"
-    figures = {f"{a}->{b}": f"{s / usual:.0f} times the median" for (a, b), s in times.items()}
-    bad = [(where, figures.get(where, "all its links")) for where in blame(slow_pairs(times, places), world, known)]
-    good = Result("links", PAIRS, PASS, f"{len(times)} pairs, at most {max(times.values()) * 1e3:.1f} ms", limit)
-    return [result("links", PAIRS, False, f, limit, CABLE if "->" in w else RANK, w) for w, f in bad] or [good]
+    limit = f"less than {SLOWER} times the median of {median_low(times.values()) * 1e3:.1f} ms"
+    figures = {f"{a}->{b}": f"{s * 1e3:.1f} ms" for (a, b), s in times.items()}
+    bad = [(w, figures.get(w, "all its links are slow")) for w in blame(slow_pairs(times, places), world, known)]
+    row = partial(Result, "links", POINT_TO_POINT)
+    good = row(PASS, f"{len(times)} pairs, at most {max(times.values()) * 1e3:.1f} ms", limit)
+    return [row(FAIL, figure, limit, LINK_FIX if "->" in w else RANK_FIX, w) for w, figure in bad] or [good]
 
 
 def _message(device: Device, channel: P2PChannel, pair: Pair) -> float:
     """Least seconds of three messages of a pair; both ranks call it. The receiver asks for each message, so that the
     first one puts both ranks in step. Raises ValueError if a value is wrong."""
     (a, b), what = pair, f"the message {pair[0]}->{pair[1]}"
-    right = torch.arange(1 << (20 if device.is_cpu else 24), dtype=torch.int32, device=device.current()) + a
+    right = torch.arange(1 << (22 if device.is_cpu else 24), dtype=torch.int32, device=device.current()) + a
     data, request = right * (channel.rank == a), right[:1].clone()
 
     def once() -> None:

