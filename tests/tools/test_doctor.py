@@ -37,7 +37,7 @@ def test_a_failure_follows_only_from_one_of_the_same_model():
         failed(train_checks.AGREE, "dense"),
         failed(train_checks.AGREE, "experts"),
     ]
-    named = explained(results, doctor.CAUSES)
+    named = explained(results, doctor.ALL_CAUSES)
     assert [r.follows for r in named] == ["", "trainer: weights arrive (dense)", ""]
     assert [(r.check, r.where) for r in guilty(named)] == [
         ("weights arrive", "dense"),
@@ -48,9 +48,13 @@ def test_a_failure_follows_only_from_one_of_the_same_model():
 
 
 def test_each_cause_is_a_check():
-    names = {r.name for r in (*engine_checks.CHECKS, *train_checks.CHECKS)} | set(doctor.rank_checks.CAUSES)
-    others = {cause for causes in doctor.CAUSES.values() for cause in causes}
-    assert others - names <= {doctor.machine.OWN_DEVICE, doctor.machine.HELD, doctor.rank_checks.START}
+    names = {r.name for r in (*engine_checks.ENGINE_CHECKS, *train_checks.TRAIN_CHECKS)} | set(
+        doctor.rank_checks.CAUSES
+    )
+    others = {cause for causes in doctor.ALL_CAUSES.values() for cause in causes}
+    assert others - names <= {name for names in doctor.rank_checks.RANK_CHECKS.values() for name in names} | {
+        doctor.machine.PORTS
+    }
 
 
 def test_results_survive_the_end_of_their_process(tmp_path):
@@ -191,10 +195,10 @@ def test_the_first_version_that_parts_is_told(tmp_path):
 
 def test_growth_is_that_of_the_worst_stage_after_the_first_iteration():
     lines = [{"peak_bytes/update": 9, "peak_bytes/generate": 5}, {"peak_bytes/update": 10, "peak_bytes/generate": 5}]
-    assert train_checks._growth([lines[0], *lines]) == ("update", 1)
+    assert train_checks._worst_growth([lines[0], *lines]) == ("update", 1)
 
 
-@pytest.mark.parametrize("name", small_models.MODELS)
+@pytest.mark.parametrize("name", small_models.SMALL_MODELS)
 def test_all_tensors_differ_between_two_seeds(name):
     one, two = (small_models.random_weights(name, seed, torch.bfloat16) for seed in (0, 1))
     assert one.keys() == two.keys() and not any(torch.equal(one[n], two[n]) for n in one)

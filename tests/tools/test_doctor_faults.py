@@ -74,7 +74,7 @@ ENGINE = {
             return engine
         wrap(m, "build", built)
         wrap(m, "refresh_derived", lambda real, worker: None)
-""", engine_checks.LATENT, "4 of 4 are stale"),
+""", engine_checks.DERIVED_TENSORS, "4 of 4 are stale"),
     "a tied head that is not written": ("dense", """
     @after("engine.vllm_api")
     def change(m):
@@ -87,7 +87,7 @@ ENGINE = {
             head.weight = model.model.embed_tokens.weight.detach().clone()
             return engine
         wrap(m, "build", built)
-""", engine_checks.NEW, "nats"),
+""", engine_checks.NEW_WEIGHTS, "nats"),
     "norms of queries and keys are left out": ("dense", """
     @after("engine.vllm_api")
     def change(m):
@@ -103,7 +103,7 @@ ENGINE = {
     def change(m):
         wrap(m.HostMemory, "sleep", lambda real, self: None)
         wrap(m.HostMemory, "wake_up", lambda real, self, tags: None)
-""", engine_checks.FREED, "0 MiB"),
+""", engine_checks.SLEEP_FREES, "0 MiB"),
     "a write that does not arrive": ("dense", """
     @after("layout.layout")
     def change(m):
@@ -116,7 +116,7 @@ ENGINE = {
     @after("engine.vllm_engine")
     def change(m):
         wrap(m.Running, "add", lambda real, self, token, logp, version: real(self, token, logp, 0))
-""", engine_checks.BETWEEN, "parts ((0, 0),)"),
+""", engine_checks.IN_FLIGHT, "parts ((0, 0),)"),
     "the engine does not build": ("dense", """
     @after("engine.vllm_api")
     def change(m):
@@ -201,7 +201,7 @@ TRAINER = {
             held.append(torch.ones(200 << 18))
             return real(*a, **k)
         wrap(m, "take_step", stepped)
-""", train_checks.MEMORY, "MiB"),
+""", train_checks.GROWTH, "MiB"),
     "a resume that forgets the optimizer": ("dense", """
     @after("loop.run")
     def change(m):
@@ -223,7 +223,7 @@ def environment(tmp_path: Path, code: str) -> dict[str, str]:
 
 
 def check_named(results: list[Result], check: Check | None, words: str) -> None:
-    results = explained(results, doctor.CAUSES)
+    results = explained(results, doctor.ALL_CAUSES)
     print(table(results))
     named = guilty(results)
     assert [r.check for r in named] == ([check.name] if check else []), named

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
 
-PROMPT, TOKENS = tuple(range(5, 13)), 8
-PARTS = "parts-"  # files of comparisons begin with it
+PROMPT, RESPONSE_TOKENS = tuple(range(5, 13)), 8
+PARTS_FILES = "parts-"  # files of comparisons begin with it
 KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
 KILLED_FILE = "killed"  # holds the time at which a rank was killed
 EAGER = "DOCTOR_EAGER"  # environment variable: the engine runs without graphs, whose parts no hook can see
@@ -93,13 +93,15 @@ def ask_engine(engine: Any) -> tuple[Completion, Places] | None:
     engine = getattr(engine, "engine", engine)  # without what adds turns to it
     if not engine.eager:
         return None
-    request = GenerateRequest(SampleId(-7, 0, 0), PROMPT, Sampling(TOKENS, temperature=0.0, ignore_eos=True), 1)
+    request = GenerateRequest(
+        SampleId(-7, 0, 0), PROMPT, Sampling(RESPONSE_TOKENS, temperature=0.0, ignore_eos=True), 1
+    )
     with recorded(engine_places(vllm_api.model(engine._worker)), lambda output: output) as seen:
         (done,) = generate(engine, [request], deadline=engine.options.deadline)
     whole = {}
     for place, steps in seen.items():  # vLLM may pad a step, and run dummy steps afterwards
         first, *more = steps
-        whole[place] = [torch.cat([first[: len(PROMPT)], *(step[:1] for step in more[: TOKENS - 1])])]
+        whole[place] = [torch.cat([first[: len(PROMPT)], *(step[:1] for step in more[: RESPONSE_TOKENS - 1])])]
     return done, whole
 
 
@@ -110,7 +112,7 @@ def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[lis
 
     settings, row = current().inputs.forward, torch.tensor(tokens)
     count = 1 if settings.packed or settings.max_tokens else settings.micro_batch_size
-    mask = torch.tensor([0] * len(PROMPT) + [1] * TOKENS, dtype=torch.uint8)
+    mask = torch.tensor([0] * len(PROMPT) + [1] * RESPONSE_TOKENS, dtype=torch.uint8)
     columns = {"tokens": Ragged.from_rows([row] * count), "loss_mask": Ragged.from_rows([mask] * count)}
     rows = Rows(tuple(SampleId(-7, 0, i) for i in range(count)), columns)
 
@@ -175,7 +177,7 @@ def attach(folder: Path) -> None:
         logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]])
         noise = NOISE[self.resharder.dtype]
         line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise)
-        with open(folder / f"{PARTS}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
+        with open(folder / f"{PARTS_FILES}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"version": version, "noise": noise, "same": box[0] == done.tokens, **line}) + "\n")
 
     def to_engine(self: Colocation, version: int) -> Any:

@@ -43,8 +43,8 @@ from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.report.report import embed
 
 RANKS_SECONDS, ENGINE_SECONDS = 60.0, 240.0  # limits of the checks of all ranks, and of all engines
-CAUSES = rank_checks.CAUSES | causes_of((*engine_checks.CHECKS, *train_checks.CHECKS))
-PARTS = ("machine", "ranks", "engine", "trainer")
+ALL_CAUSES = rank_checks.CAUSES | causes_of((*engine_checks.ENGINE_CHECKS, *train_checks.TRAIN_CHECKS))
+DOCTOR_PARTS = ("machine", "ranks", "engine", "trainer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if nodes is None:  # another rank of this machine does the work
             return 0
         with _folder(options) as folder:
-            results = explained(_gathered(nodes, store, list(_Doctor(options, nodes, store, folder).results())), CAUSES)
+            results = explained(
+                _gathered(nodes, store, list(_Doctor(options, nodes, store, folder).results())), ALL_CAUSES
+            )
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
@@ -81,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--full", action="store_true", help="each model in every layout, with resume and a lost rank")
     compare = "one prompt through trainer and engine of SCRIPT.sh itself, at its real size: where do they part?"
     parser.add_argument("--compare", action="store_true", help=compare)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to check (default: all)")
+    parser.add_argument(
+        "--only", nargs="+", choices=DOCTOR_PARTS, default=DOCTOR_PARTS, help="parts to check (default: all)"
+    )
     parser.add_argument("--out", metavar="FILE", help="write one HTML file for a bug report, without paths and hosts")
     parser.add_argument("--keep", metavar="DIR", help="keep logs and generated files in a new folder DIR")
     parser.add_argument("--job", metavar="SAVE", help="the --save of a job: where each of its processes is")
@@ -165,7 +169,7 @@ class _Doctor:
 
 
 def engine_results(
-    dtype: str, folder: Path, env: Mapping[str, str], models: Sequence[str] = tuple(small_models.MODELS)
+    dtype: str, folder: Path, env: Mapping[str, str], models: Sequence[str] = tuple(small_models.SMALL_MODELS)
 ) -> Iterator[Result]:
     """The checks of the engine, in a process of their own. A check in which it crashes or hangs fails. folder: for its
     files."""
@@ -175,8 +179,8 @@ def engine_results(
     results, begun = report.read()
     yield from results
     if not done.ok:
-        ended = {r.where for r in results if r.check == engine_checks.BETWEEN.name}
-        check = next((c for c in engine_checks.CHECKS if c.name == begun), engine_checks.BUILD)
+        ended = {r.where for r in results if r.check == engine_checks.IN_FLIGHT.name}
+        check = next((c for c in engine_checks.ENGINE_CHECKS if c.name == begun), engine_checks.BUILD)
         model = next((m for m in models if m not in ended), "")
         yield result("engine", check.name, False, reason(done), "it ends", check.fix, model)
 

@@ -30,64 +30,81 @@ from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, ResultF
 from mindspeed_rl_plugin.weights.live import engine_storage
 
 # Largest mean difference of log-probs [nats] by rounding, which may also give a token other experts.
-LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
-_check, _REPORT = partial(Check, "engine"), "report this with the file of --out"
-_NATS, _VERSIONS = "at most {nats:g} nats (mean)", "install versions that README names"
-BUILD = _check("build", "", f"the message says what vLLM lacks; {_VERSIONS}")
-GRAPHS = _check("captured graphs", "at least 1", "look for warnings about graphs in vLLM's log; decoding is slow now")
-LOADED = _check(
+LOGP_LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
+_engine_check, TELL_US = partial(Check, "engine"), "report this with the file of --out"
+_NATS, _INSTALL = "at most {nats:g} nats (mean)", "install versions that README names"
+BUILD = _engine_check("build", "", f"the message says what vLLM lacks; {_INSTALL}")
+GRAPHS = _engine_check(
+    "captured graphs", "at least 1", "look for warnings about graphs in vLLM's log; decoding is slow now"
+)
+LOADED = _engine_check(
     "answers of an engine that loads the weights",
     f"transformers', {_NATS}",
-    f"vLLM computes another model than transformers: {_VERSIONS}",
+    f"vLLM computes another model than transformers: {_INSTALL}",
 )
-SAMPLED = _check(
+SAMPLED = _engine_check(
     "log-probs of sampled tokens",
     f"of temperature and top-p, {_NATS}",
     "the sampler reports log-probs of another distribution than that from which it samples: install a vLLM "
     "(vllm-ascend) whose sampler has logprobs_mode",
     (LOADED,),
 )
-FREED = _check(
+SLEEP_FREES = _engine_check(
     "memory that sleep frees",
     "at least {mib:.0f} MiB",
     "the sleep mode does not free memory: turn expandable segments off",
 )
-WOKEN = _check(
+WOKEN = _engine_check(
     "tensors after waking",
     "shapes and strides of before",
-    f"waking replaces the model's tensors: {_VERSIONS}",
+    f"waking replaces the model's tensors: {_INSTALL}",
 )
-WRITTEN = _check("weights that were written", "each piece reads as it was written", _REPORT, (WOKEN,))
-LATENT = _check("tensors derived from weights", "none is stale", f"decoding is stale: {_VERSIONS}", (WRITTEN,))
-_STATE = (LOADED, WOKEN, WRITTEN, LATENT)
-NEW = _check(
+WRITTEN = _engine_check("weights that were written", "each piece reads as it was written", TELL_US, (WOKEN,))
+DERIVED_TENSORS = _engine_check(
+    "tensors derived from weights", "none is stale", f"decoding is stale: {_INSTALL}", (WRITTEN,)
+)
+_BEFORE_ANSWERS = (LOADED, WOKEN, WRITTEN, DERIVED_TENSORS)
+NEW_WEIGHTS = _engine_check(
     "answers of new weights",
     f"transformers', {_NATS}",
-    "the engine still computes with something of the older weights: " + _REPORT,
-    _STATE,
+    "the engine still computes with something of the older weights: " + TELL_US,
+    _BEFORE_ANSWERS,
 )
-PREFIX = _check(
+PREFIX = _engine_check(
     "cached prefixes after new weights",
     f"transformers', {_NATS}",
-    f"prefixes that older weights computed are used: {_VERSIONS}",
-    (*_STATE, NEW),
+    f"prefixes that older weights computed are used: {_INSTALL}",
+    (*_BEFORE_ANSWERS, NEW_WEIGHTS),
 )
-AGAIN = _check(
+AFTER_SLEEP = _engine_check(
     "answers after sleep and waking",
     "tokens and log-probs of before",
     "state of the engine is lost in its sleep: train with --rl-schedule async, whose engines do not sleep",
-    (*_STATE, PREFIX),
+    (*_BEFORE_ANSWERS, PREFIX),
 )
-BETWEEN = _check(
+IN_FLIGHT = _engine_check(
     "weights that change between two steps",
     "two parts, each transformers', {nats:g} nats (mean)",
     "use --rl-schedule sync",
-    (*_STATE, NEW),
+    (*_BEFORE_ANSWERS, NEW_WEIGHTS),
 )
-CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, FREED, WOKEN, WRITTEN, LATENT, AGAIN, NEW, PREFIX, BETWEEN)
+ENGINE_CHECKS = (
+    BUILD,
+    GRAPHS,
+    LOADED,
+    SAMPLED,
+    SLEEP_FREES,
+    WOKEN,
+    WRITTEN,
+    DERIVED_TENSORS,
+    AFTER_SLEEP,
+    NEW_WEIGHTS,
+    PREFIX,
+    IN_FLIGHT,
+)
 
-_TOKENS, _LONG, _DEADLINE, _CACHE = 12, 160, 120.0, 64 << 20
-_PROMPTS = [tuple(range(5, 5 + n)) for n in (7, 33, _LONG)]
+_ASKED_TOKENS, _LONG, _DEADLINE, _CACHE = 12, 160, 120.0, 64 << 20
+_ASKED = [tuple(range(5, 5 + n)) for n in (7, 33, _LONG)]
 _UNSEEN = tuple(range(900, 900 + _LONG))
 
 
@@ -95,7 +112,7 @@ class EngineBench:
     """An engine of a small model, with two sets of weights and transformers' models of both. folder: an empty one."""
 
     def __init__(self, model: str, dtype: str, folder: Path) -> None:
-        self.model, self.nats = model, LIMITS[dtype]
+        self.model, self.nats = model, LOGP_LIMITS[dtype]
         self.weights, self.judges = [], []
         for seed in (0, 1):
             (at := folder / f"{model}-{seed}").mkdir()
@@ -122,16 +139,16 @@ class EngineBench:
             yield GRAPHS.result((count := vllm_api.captured_graphs()) > 0, str(count), self.model)
         yield LOADED.name
         engine.update_weights(0)
-        first = self.ask(_PROMPTS)
+        first = self.ask(_ASKED)
         yield self.compared(LOADED, first, 0)
         yield SAMPLED.name
         sampling = {"temperature": 0.7, "top_p": 0.9}
-        yield self.compared(SAMPLED, self.ask(_PROMPTS, **sampling), 0, **sampling)
+        yield self.compared(SAMPLED, self.ask(_ASKED, **sampling), 0, **sampling)
         yield WOKEN.name
         before, held = self.forms(), self.bytes()
         engine.sleep()
         freed, least = held - self.bytes(), 0.9 * _CACHE
-        yield FREED.result(freed >= least, f"{freed / 2**20:.0f} MiB", self.model, mib=least / 2**20)
+        yield SLEEP_FREES.result(freed >= least, f"{freed / 2**20:.0f} MiB", self.model, mib=least / 2**20)
         engine.wake(("weights",))
         now = self.forms()
         other = [n for n in before if before[n] != now.get(n)]
@@ -140,39 +157,39 @@ class EngineBench:
         yield WRITTEN.name
         yield (written := self.write(self.weights[0]))
         engine.update_weights(0)
-        yield LATENT.name
+        yield DERIVED_TENSORS.name
         yield self.latent()
         engine.wake(("kv_cache",))
-        yield AGAIN.name
-        again = self.ask(_PROMPTS)
+        yield AFTER_SLEEP.name
+        again = self.ask(_ASKED)
         pairs = [pair for one, two in zip(first, again, strict=True) for pair in zip(one.logps, two.logps, strict=True)]
         far = sum(abs(a - b) for a, b in pairs) / len(pairs)
         same = far <= self.nats / 100 and [c.tokens for c in first] == [c.tokens for c in again]
-        yield AGAIN.result(same, f"{far:.2g} nats", self.model)
-        yield BETWEEN.name
-        engine.submit(_requests(_PROMPTS[:1], tokens=2 * _TOKENS))
+        yield AFTER_SLEEP.result(same, f"{far:.2g} nats", self.model)
+        yield IN_FLIGHT.name
+        engine.submit(_requests(_ASKED[:1], tokens=2 * _ASKED_TOKENS))
         for _ in range(4):
             engine.poll(0)
         if (again_written := self.write(self.weights[1])).verdict == FAIL != written.verdict:
             yield again_written
         engine.update_weights(1, in_flight=True)
         (going,) = engine.poll(_DEADLINE)
-        yield NEW.name
-        yield self.compared(NEW, self.ask([_UNSEEN]), 1)
+        yield NEW_WEIGHTS.name
+        yield self.compared(NEW_WEIGHTS, self.ask([_UNSEEN]), 1)
         yield PREFIX.name
-        yield self.compared(PREFIX, self.ask(_PROMPTS), 1)
+        yield self.compared(PREFIX, self.ask(_ASKED), 1)
         yield self.between(going)
         engine.shutdown()
 
     def ask(self, prompts: Sequence[tuple[int, ...]], **sampling: float) -> list[Completion]:
-        """Responses of _TOKENS tokens each."""
+        """Responses of _ASKED_TOKENS tokens each."""
         return generate(self.engine, _requests(prompts, **sampling), deadline=_DEADLINE)
 
     def compared(self, check: Check, done: Sequence[Completion], judge: int, **sampling: float) -> Result:
         """Largest mean difference of a response's log-probs from those of transformers' model number `judge`."""
         far = 0.0
         for one in done:
-            prompt = _UNSEEN if check is NEW else _PROMPTS[one.id.group]
+            prompt = _UNSEEN if check is NEW_WEIGHTS else _ASKED[one.id.group]
             logits = self.judges[judge].logits([*prompt, *one.tokens[:-1]])[len(prompt) - 1 :]
             far = max(far, _difference(logits, one, **sampling))
         return check.result(far <= self.nats, f"{far:.2g} nats", self.model, nats=self.nats)
@@ -182,16 +199,16 @@ class EngineBench:
         the engine, so only the parts are compared."""
         from transformers import DynamicCache
 
-        at, asked = done.segments[-1][0], len(_PROMPTS[0])
+        at, asked = done.segments[-1][0], len(_ASKED[0])
         if [version for _, version in done.segments] != [0, 1] or not 0 < at < len(done.tokens):
-            return BETWEEN.result(False, f"parts {done.segments}", self.model, nats=self.nats)
+            return IN_FLIGHT.result(False, f"parts {done.segments}", self.model, nats=self.nats)
         if self.engine.options.config.get("kv_lora_rank"):
-            return BETWEEN.result(True, f"new from token {at} on", self.model, nats=self.nats)
-        cache, tokens = DynamicCache(), [*_PROMPTS[0], *done.tokens]
+            return IN_FLIGHT.result(True, f"new from token {at} on", self.model, nats=self.nats)
+        cache, tokens = DynamicCache(), [*_ASKED[0], *done.tokens]
         (old, new), change = self.judges, asked + at - 1
         steps = [old.logits(tokens[:change], cache)[asked - 1 :], *(new.logits([t], cache) for t in tokens[change:-1])]
         far = _difference(torch.cat(steps), done)
-        return BETWEEN.result(far <= self.nats, f"{far:.2g} nats", self.model, nats=self.nats)
+        return IN_FLIGHT.result(far <= self.nats, f"{far:.2g} nats", self.model, nats=self.nats)
 
     def write(self, weights: Mapping[str, Tensor]) -> Result:
         """Write all weights as the reshard does, through views of the live tensors, and read them back."""
@@ -213,7 +230,11 @@ class EngineBench:
         pairs = vllm_api.latent_parts(self.engine._worker)
         wrong = sum(not one.equal(by_weights) for one, by_weights in pairs)
         figure = f"{wrong} of {len(pairs)} are stale"
-        return LATENT.result(not wrong, figure, self.model) if pairs else LATENT.not_run("it has none", self.model)
+        return (
+            DERIVED_TENSORS.result(not wrong, figure, self.model)
+            if pairs
+            else DERIVED_TENSORS.not_run("it has none", self.model)
+        )
 
     def forms(self) -> dict[str, tuple[object, ...]]:
         """Name -> shape and strides of the live weights."""
@@ -227,7 +248,9 @@ class EngineBench:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in live}.values())
 
 
-def _requests(prompts: Sequence[tuple[int, ...]], tokens: int = _TOKENS, **sampling: float) -> list[GenerateRequest]:
+def _requests(
+    prompts: Sequence[tuple[int, ...]], tokens: int = _ASKED_TOKENS, **sampling: float
+) -> list[GenerateRequest]:
     shared = Sampling(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
     return [GenerateRequest(SampleId(0, i, 0), p, shared, 2**60 + i) for i, p in enumerate(prompts)]
 
@@ -246,7 +269,7 @@ def main(argv: Sequence[str]) -> None:
     dist.init_process_group("gloo")
     report, dtype, *models = argv
     with scratch("mindspeed-rl-doctor-engine") as folder:
-        for model in models or small_models.MODELS:
+        for model in models or small_models.SMALL_MODELS:
             ResultFile(report).add([BUILD.name])
             began = time.monotonic()
             bench = EngineBench(model, dtype, Path(folder))

@@ -17,30 +17,34 @@ from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
 
 CONTEXT = 256  # tokens
-_SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-_SIZES |= dict(num_key_value_heads=2, max_position_embeddings=CONTEXT, rms_norm_eps=1e-6, rope_theta=10000.0)
-_SIZES |= dict(hidden_act="silu", tie_word_embeddings=False)
-_EXPERTS = dict(moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1)
-_EXPERTS |= dict(topk_group=1, first_k_dense_replace=1, norm_topk_prob=True)
+_SMALL_SIZES = dict(
+    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+)
+_SMALL_SIZES |= dict(num_key_value_heads=2, max_position_embeddings=CONTEXT, rms_norm_eps=1e-6, rope_theta=10000.0)
+_SMALL_SIZES |= dict(hidden_act="silu", tie_word_embeddings=False)
+_SMALL_EXPERTS = dict(
+    moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1
+)
+_SMALL_EXPERTS |= dict(topk_group=1, first_k_dense_replace=1, norm_topk_prob=True)
 _YARN = dict(rope_type="yarn", type="yarn", factor=4.0, original_max_position_embeddings=4096, rope_theta=10000.0)
 _YARN |= dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
 # name -> config.json: a tied head and norms of queries and keys; experts with a router bias and partly rotated heads;
 # latent attention with YaRN. vLLM on a CPU has latent attention only of these sizes.
-MODELS: dict[str, dict[str, Any]] = {
-    "dense": _SIZES | dict(model_type="qwen3", head_dim=32, tie_word_embeddings=True),
-    "experts": _SIZES
-    | _EXPERTS
+SMALL_MODELS: dict[str, dict[str, Any]] = {
+    "dense": _SMALL_SIZES | dict(model_type="qwen3", head_dim=32, tie_word_embeddings=True),
+    "experts": _SMALL_SIZES
+    | _SMALL_EXPERTS
     | dict(model_type="glm4_moe", head_dim=32, attention_bias=True, partial_rotary_factor=0.5)
     | dict(routed_scaling_factor=1.5, rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
-    "latent attention": _SIZES
-    | _EXPERTS
+    "latent attention": _SMALL_SIZES
+    | _SMALL_EXPERTS
     | dict(model_type="kimi_k2", num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=512, routed_scaling_factor=2.5)
     | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_parameters=_YARN),
 }
 
 
 def shape_of_model(name: str) -> ModelShape:
-    return ModelShape.from_hf_config(MODELS[name])
+    return ModelShape.from_hf_config(SMALL_MODELS[name])
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def config_of(name: str) -> dict[str, Any]:
         **table.hf.code,
         **table.hf.written,
         "architectures": [table.architecture],
-        **MODELS[name],
+        **SMALL_MODELS[name],
     }
 
 

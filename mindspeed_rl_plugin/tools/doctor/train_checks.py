@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, read_metrics
 from mindspeed_rl_plugin.tools.convert import to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.doctor import compare, small_models
-from mindspeed_rl_plugin.tools.doctor.engine_checks import LIMITS
+from mindspeed_rl_plugin.tools.doctor.engine_checks import LOGP_LIMITS, TELL_US
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, run
@@ -31,50 +31,50 @@ from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.rehearse.substitutes import VARIED, make_tokenizer
 
 RATIO_LIMITS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
-_check, _REPORT = partial(Check, "trainer"), "report this with the file of --out"
-ARRIVE = _check(
+_train_check = partial(Check, "trainer")
+ARRIVE = _train_check(
     "weights arrive",
     "digests of trainer and engine are equal",
-    "a transfer loses, misplaces or changes weights; try the other --rl-reshard, and " + _REPORT,
+    "a transfer loses, misplaces or changes weights; try the other --rl-reshard, and " + TELL_US,
 )
-FINITE = _check(
+FINITE = _train_check(
     "weights are finite",
     "no NaN, no infinity",
     "the trainer's own weights are broken, not the transfer: look at the optimizer and at the kernels of the update",
 )
-RUNS = _check("three GRPO iterations", "3 iterations", "the message says why the job ended", (ARRIVE, FINITE))
-WHERE = _check(
+RUNS = _train_check("three GRPO iterations", "3 iterations", "the message says why the job ended", (ARRIVE, FINITE))
+WHERE = _train_check(
     "where they part",
     "nowhere: at most {noise:g} of the root mean square",
     "what computes this first place differs: its weights, its flags in the launch script, its kernel in the engine",
     (ARRIVE, FINITE),
 )
-AGREE = _check(
+AGREE = _train_check(
     "log-probs of trainer and engine",
     "at most {nats:g} nats (mean)",
     "trainer and engine agree on one prompt and not on many: look at sampling (temperature, top-p) and at batches",
     (ARRIVE, FINITE, WHERE),
 )
-RATIO = _check(
+RATIO = _train_check(
     "ratio of the first update",
     "1 +- {ratio:g}",
     "the update computes other log-probs than the pass before it: is dropout on, or a kernel not deterministic?",
     (ARRIVE, FINITE),
 )
-MEMORY = _check("memory of successive iterations", "at most +{mib} MiB", f"memory is not given back: {_REPORT}")
-RESUME = _check(
+GROWTH = _train_check("memory of successive iterations", "at most +{mib} MiB", f"memory is not given back: {TELL_US}")
+RESUME = _train_check(
     "save and resume",
     "iteration 3 has the same numbers",
-    f"a checkpoint does not restore everything: {_REPORT}",
+    f"a checkpoint does not restore everything: {TELL_US}",
     (RUNS, RATIO),
 )
-KILLED = _check(
+KILLED = _train_check(
     "a rank killed in a transfer",
     "the job ends within {seconds} s and names rank {rank}",
     "nothing tells the other ranks that one is gone: is a proxy or firewall between the machines?",
     (RUNS, RESUME),
 )
-CHECKS = (ARRIVE, FINITE, RUNS, WHERE, AGREE, RATIO, MEMORY, RESUME, KILLED)
+TRAIN_CHECKS = (ARRIVE, FINITE, RUNS, WHERE, AGREE, RATIO, GROWTH, RESUME, KILLED)
 
 # Model -> axes by which its trainer is divided, each in a job of its own; all but the first only with --full.
 LAYOUTS = {"dense": ("tp", "pp", "dp"), "experts": ("ep", "tp"), "latent attention": ("pp", "tp")}
@@ -93,12 +93,12 @@ _ON_A_HOST = """
 """
 # Flags of a launch that `compare_launch` removes.
 _NOT_COMPARED = "--save --rl-run-dir --rl-dump-dir --rl-eval-data --rl-eval-every --rl-generators --async-save"
-_DTYPES = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
+_DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 # Metrics that differ between equal steps.
 _TIMES = re.compile(r"time|seconds/.*|.*seconds|tokens_per_second.*|dock/.*|peak_bytes/.*|reshard/.*|idle/.*")
 _BROKEN = re.compile(r"(WeightMismatch|BrokenWeights): (.*)")
 _ENDS_WITHIN = 60  # seconds from the end of a rank to the end of its job
-_GROWTH = {True: 128 << 20, False: 16 << 20}  # bytes; on a host they are those of the process
+_GROWTH_LIMITS = {True: 128 << 20, False: 16 << 20}  # bytes; on a host they are those of the process
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class TrainBench:
         tokenizer = make_tokenizer(self.scratch / "tokenizer")
         data = ["--tokenizer-model", tokenizer, "--rl-prompt-data", prompts, "--rl-reward", f"{grader}:grade"]
         host = _ON_A_HOST.split() if self.host else []
-        return [*_FIXED.split(), *host, *_DTYPES[self.dtype], *map(str, data)]
+        return [*_FIXED.split(), *host, *_DTYPE_FLAGS[self.dtype], *map(str, data)]
 
     def model(self, name: str, axis: str, folder: Path) -> list[str]:
         """Write a small model as a checkpoint, in a new folder. Returns its flags, those of its layout, and --load."""
@@ -159,9 +159,9 @@ def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], f
         moved, limit = max(abs(line["ratio/mean"] - 1) for line in lines), RATIO_LIMITS[bench.dtype]
         yield RATIO.result(moved <= limit, f"1 +- {moved:.2g}", where, ratio=limit)
     if len(lines) == 3:
-        worst, grown = _growth(lines)
-        most = _GROWTH[bench.host]
-        yield MEMORY.result(grown <= most, f"{grown / 2**20:+.0f} MiB in {worst}", where, mib=most >> 20)
+        worst, grown = _worst_growth(lines)
+        most = _GROWTH_LIMITS[bench.host]
+        yield GROWTH.result(grown <= most, f"{grown / 2**20:+.0f} MiB in {worst}", where, mib=most >> 20)
         if bench.nodes.count > 1:
             yield from (check.not_run("the machines share no folder", where) for check in (RESUME, KILLED))
         elif full or name == "dense" and axis == LAYOUTS[name][0]:
@@ -191,7 +191,7 @@ def _agreement(
 ) -> Iterator[Result]:
     """Where trainer and engine part, and how far their log-probs are from each other. An engine with graphs hides its
     places: if the log-probs differ, an iteration runs once more without graphs."""
-    far, limit = max(line["logp_diff/mean"] for line in lines), LIMITS[bench.dtype]
+    far, limit = max(line["logp_diff/mean"] for line in lines), LOGP_LIMITS[bench.dtype]
     if far > limit and not bench.host:
         again = [*argv, "--save", str(folder / "eager-save"), "--exit-interval", "1"]
         bench.job(folder / "eager", again, **{compare.EAGER: "1"})
@@ -212,7 +212,7 @@ def _ran(where: str, done: Done, lines: Sequence[Mapping[str, Any]]) -> Iterator
 
 def _where(where: str, folders: Sequence[Path], differ: bool) -> Result:
     """The first place where trainer and engine part. differ: whether their log-probs differ too much."""
-    files = [file for folder in folders for file in sorted(folder.glob(f"{compare.PARTS}*"))]
+    files = [file for folder in folders for file in sorted(folder.glob(f"{compare.PARTS_FILES}*"))]
     rows = [
         (json.loads(line), file.stem.rpartition("-")[2]) for file in files for line in file.read_text().splitlines()
     ]
@@ -232,7 +232,7 @@ def _where(where: str, folders: Sequence[Path], differ: bool) -> Result:
     return WHERE.result(False, figure, where, noise=noise)
 
 
-def _growth(lines: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+def _worst_growth(lines: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     """The stage whose peak grew most from iteration 2 to 3, and by how many bytes; the first iteration allocates what
     is kept."""
     grown = {n: lines[2][n] - lines[1][n] for n in lines[1] if n.startswith("peak_bytes/") and n in lines[2]}
