@@ -66,7 +66,7 @@ RESUME = _train_check(
     "save and resume",
     "iteration 3 has the same numbers",
     f"a checkpoint does not restore everything: {TELL_US}",
-    (RUNS, RATIO),
+    (RUNS, WHERE, AGREE, RATIO),
 )
 KILLED = _train_check(
     "a rank killed in a transfer",
