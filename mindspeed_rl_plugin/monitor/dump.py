@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
 from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
 
-REPLAYED = ("graded", "valid")  # for `replay`: whether the grades are whole, and whether the row is trained
+REPLAYED = ("graded", "valid", "length", "weights_digest")  # columns that only `replay` reads
 DUMP_FIELDS = (
     *SampleId._fields, "iteration", "prompt", "response", "answer", "reward", "reward_parts", "advantage",
     "response_length", "finish", "version", "segments", "prompt_tokens", "response_tokens", *REPLAYED,
@@ -70,7 +70,7 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
         out["segments"] = Ragged.from_rows([torch.tensor(r) for r in _shifted(held, prompt.lengths, [1, 0])])
     out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
     out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
-    numbers = [name for name in ("reward", "version", *REPLAYED) if name in columns]
+    numbers = [name for name in ("reward", "version", "response_length", *REPLAYED) if name in columns]
     return Rows(ids, out | {name: torch.tensor(columns[name].to_numpy()) for name in numbers})
 
 

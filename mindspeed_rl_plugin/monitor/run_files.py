@@ -26,7 +26,6 @@ import json
 import os
 import platform
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -250,12 +249,6 @@ def arguments(args: Any) -> dict[str, Any]:
     found = {name: getattr(args, name, None) for name in ARGUMENTS.split()}
     plain = (str, int, float)  # others, such as a dtype, as text
     return {name: v if isinstance(v, plain) else str(v) for name, v in found.items() if v is not None}
-
-
-def launch_of(ranks: int) -> dict[str, Any]:
-    """How this job was started, so that `replay` can start it again. ranks: that train."""
-    script, *words = sys.argv
-    return {"script": os.path.abspath(script), "arguments": words, "directory": os.getcwd(), "ranks": ranks}
 
 
 def versions() -> dict[str, str]:

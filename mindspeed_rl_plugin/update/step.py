@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.forward.pipeline import (
     micro_batch_count,
     run_model,
 )
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, spread
+from mindspeed_rl_plugin.rows import Ragged, Rows, spread
 from mindspeed_rl_plugin.update.megatron_loss import scaling_of_job
 from mindspeed_rl_plugin.update.objective import objective
 from mindspeed_rl_plugin.update.tallies import SUM_COUNT, reduce_tallies, summed, to_metrics
@@ -73,7 +73,7 @@ class MegatronStep:
         self._multiplicity = [k.to(self._device) for k in often]
         self._fresh = [_sampled_by(part, version).to(self._device) for part in rows]
         # The same gradient as if each row was in the batch as often as filtration drew it, but it is computed once.
-        self._weights = [(self._weigh(n) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)]
+        self.weights = [(self._weigh(n) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)]
         self._tallies: dict[int, Tensor] = {}
 
     def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
@@ -150,13 +150,6 @@ class PolicyStep(MegatronStep):
     """The policy's step."""
 
     inputs = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
-    # Called with each micro-batch of an update, its log-probs `[mb, S]`, and the weights `[mb]` of its rows' tokens.
-    watch: Callable[[MicroBatch, Tensor, Tensor], None] = staticmethod(lambda batch, logp, weights: None)
-
-    def only(self, sample: SampleId, micro_batches: Sequence[Rows]) -> None:
-        """After `prepare`: only this row keeps its weight in the loss."""
-        kept = [torch.tensor([i == sample for i in part.ids], device=self._device) for part in micro_batches]
-        self._weights = [weights * keep for weights, keep in zip(self._weights, kept, strict=True)]
 
     def metrics(self) -> dict[str, float]:
         """See `to_metrics`."""
@@ -164,9 +157,8 @@ class PolicyStep(MegatronStep):
         return metrics if self.algorithm.needs_reference else {k: v for k, v in metrics.items() if k != "kl/ref"}
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        of_rows = (each[batch.index] for each in (self._weights, self._multiplicity, self._fresh))
+        of_rows = (each[batch.index] for each in (self.weights, self._multiplicity, self._fresh))
         logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
-        self.watch(batch, logp.detach(), self._weights[batch.index])
         return self._result(batch, *objective(self.algorithm, batch, *of_rows, logp, entropy))
 
     def _needed(self, rows: Rows) -> list[str]:

@@ -11,9 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, has_state, iteration_dir
 from mindspeed_rl_plugin.environment import REPLAY
@@ -21,161 +19,104 @@ from mindspeed_rl_plugin.monitor.dump import REPLAYED
 from mindspeed_rl_plugin.monitor.run_files import OWNER_FILE, dump_file, read_jsonl, read_metrics, read_run
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools.rehearse.capture import run
-from mindspeed_rl_plugin.tools.replay.compared import report
+from mindspeed_rl_plugin.tools.replay import compared
 
-PLACES = ("--tensorboard-dir", "--wandb-project")  # flags of places where a job writes; a replay writes to none
+# Flags of places where a job writes, and of engines.
+DROPPED = ("--rl-dump-dir", "--tensorboard-dir", "--wandb-project", "--rl-trace", "--rl-generators")
+OTHER_LAYOUT = 1e-4  # relative; a number may differ by this on another layout
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """An iteration that a job has recorded, and what a replay of it needs."""
+def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int, list[dict]]:
+    """What a job recorded of an iteration: run.json, its metrics, the nearest checkpoint before it, and the rows of its
+    rollout in the dump. Raises ValueError for what a replay lacks."""
+    import pyarrow.parquet as pq
 
-    run: dict[str, Any]  # run.json
-    save: Path
-    iteration: int
-    checkpoint: int  # the nearest one before the iteration
-    numbers: dict[str, Any]  # metrics of the iteration
-    rollout: int  # iterations before the rollout that the iteration trains
+    about, old = read_run(run_dir), "an older version wrote it: replay an iteration that this version has run"
+    if not about:
+        raise ValueError(f"{run_dir} has no run.json: give the --save of a job (and its --rl-run-dir as --run-dir)")
+    if "launch" not in about:
+        raise ValueError(f"{run_dir}/run.json has no `launch`, the command of the job; {old}")
+    lines = {line["iteration"]: line for line in read_metrics(run_dir)}
+    if "loss" not in lines.get(iteration, {}):
+        raise ValueError(f"the job has no iteration {iteration}: its metrics end at {max(lines, default=0)}")
+    numbers = [int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit()]
+    saved = sorted(number for number in numbers if has_state(str(save), number))
+    if not (before := [number for number in saved if number < iteration]):
+        raise ValueError(f"{save} has no checkpoint before iteration {iteration}, only {saved}: give a later iteration")
+    if not (folder := about.get("dump_dir")):
+        raise ValueError("the job wrote no dumps, which hold its rollouts: give it --rl-dump-dir DIR")
+    owner = Path(folder, OWNER_FILE)
+    if owner.exists() and json.loads(owner.read_text(encoding="utf-8")).get("id") != about["id"]:
+        raise ValueError(f"{folder} holds the rollouts of another run than {run_dir}: give the --save of that run")
+    starts = [number - 1 for number in lines if number <= iteration and "groups/dropped" in lines[number]]
+    needed = [dump_file(folder, start) for start in starts if start >= before[-1] or start == starts[-1]]
+    for path in needed:
+        if not path.exists():
+            raise ValueError(f"{path}, a rollout that the replay needs, is missing: put it back")
+        names = pq.read_schema(path).names
+        if lacking := [name for name in REPLAYED if name not in names]:
+            raise ValueError(f"{path} has no column {', '.join(lacking)}; {old}")
+        if "turns" in names:
+            raise ValueError(f"{path} has responses of several turns: a replay repeats responses of one turn only")
+    return about, lines[iteration], before[-1], pq.read_table(needed[-1]).to_pylist()
 
-    @property
-    def dump(self) -> Path:
-        return dump_file(self.run["dump_dir"], self.rollout)
 
-    @classmethod
-    def of(cls, save: Path, run_dir: Path, iteration: int) -> Recorded:
-        """Read and check the files of a job. Raises ValueError for what is missing."""
-        run = read_run(run_dir)
-        if not run:
-            raise ValueError(
-                f"{run_dir} has no run.json: give the --save of a job, and --run-dir if the job had --rl-run-dir"
-            )
-        if "launch" not in run:
-            raise ValueError(
-                f"{run_dir}/run.json has no 'launch', the command of the job: an older version of the plugin wrote it. "
-                "Resume the job with this version, then iterations from that resume on can be replayed"
-            )
-        lines = {line["iteration"]: line for line in read_metrics(run_dir)}
-        if "loss" not in lines.get(iteration, {}):
-            raise ValueError(f"--iteration {iteration} is not in {run_dir}/metrics.jsonl, which ends at {max(lines)}")
-        found = [int(path.name[5:]) for path in save.glob("iter_*") if path.name[5:].isdigit()]
-        found = sorted(each for each in found if has_state(str(save), each))
-        if not (before := [each for each in found if each < iteration]):
-            least = f"give an iteration above {found[0]}" if found else "it needs --save-interval"
-            raise ValueError(
-                f"{save} has no checkpoint before iteration {iteration} (it has {found or 'none'}); {least}"
-            )
-        starts = [number - 1 for number in lines if number <= iteration and "groups/dropped" in lines[number]]
-        recorded = cls(run, save, iteration, before[-1], lines[iteration], max(starts))
-        recorded._check_dumps([start for start in starts if start >= before[-1]])
-        return recorded
+def command(words: Sequence[str], view: str, ranks: int, iteration: int, overrides: Sequence[str]) -> list[str]:
+    """The command of the replay. words: script and arguments of the job; view: --save of the replay."""
+    kept, dropped = list[str](), False
+    for word in words:
+        if word.startswith("--"):
+            dropped = word.partition("=")[0] in DROPPED
+        kept += [] if dropped else [word]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    # A job that writes dumps computes old log-probs by a pass of their own.
+    own = ["--save", view, "--rl-run-dir", f"{view}/rl", "--exit-interval", str(iteration), "--rl-old-logprobs", "pass"]
+    return [*torchrun, "-m", "mindspeed_rl_plugin", *kept, *own, *overrides]
 
-    def _check_dumps(self, starts: Sequence[int]) -> None:
-        """starts: iterations before each rollout that the replay needs. Raises ValueError for dumps that lack one."""
-        import pyarrow.parquet as pq
 
-        if not (folder := self.run.get("dump_dir")):
-            raise ValueError("the job wrote no dumps, which hold its rollouts: give it --rl-dump-dir DIR")
-        owner = Path(folder) / OWNER_FILE
-        if owner.exists() and json.loads(owner.read_text(encoding="utf-8")).get("id") != self.run.get("id"):
-            raise ValueError(
-                f"{folder} holds the rollouts of another run than {self.save}; give the --save of that run"
-            )
-        for path in (dump_file(folder, start) for start in starts):
-            if not path.exists():
-                raise ValueError(f"{path} is missing: the replay of iteration {self.iteration} needs this rollout")
-            names = pq.read_schema(path).names
-            if lacking := [name for name in (*REPLAYED, "segments") if name not in names]:
-                raise ValueError(
-                    f"{path} has no column {', '.join(lacking)}: an older version of the plugin wrote it; replay an "
-                    "iteration that this version has run"
-                )
-            if "turns" in names:
-                raise ValueError(f"{path} has responses of several turns, which a replay cannot repeat yet")
-
-    def check_sample(self, sample: Sequence[int]) -> None:
-        """Raises ValueError if the iteration's rollout has no such row."""
-        import pyarrow.parquet as pq
-
-        ids = [pq.read_table(self.dump, columns=[name])[name].to_pylist() for name in SampleId._fields]
-        if tuple(sample) not in (rows := [*zip(*ids, strict=True)]):
-            shown = " to ".join(",".join(map(str, row)) for row in (rows[0], rows[-1]))
-            raise ValueError(f"--sample {','.join(map(str, sample))} is not in the rollout, whose rows are {shown}")
-
-    def command(self, view: Path, ranks: int, overrides: Sequence[str]) -> list[str]:
-        """The command of the replay. view: its --save."""
-        launch = self.run["launch"]
-        own = ["--save", view, "--rl-run-dir", view / "rl", "--rl-dump-dir", view / "dump"]
-        own += ["--exit-interval", self.iteration]
-        given = {word.partition("=")[0] for word in launch["arguments"]}
-        own += [word for flag in PLACES if flag in given for word in (flag, "")]
-        own += ["--rl-generators", "0"] if "--rl-generators" in given else []
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        words = [*torchrun, "-m", "mindspeed_rl_plugin", launch["script"], *launch["arguments"], *own, *overrides]
-        return [*map(str, words)]
-
-    def story(self) -> str:
-        """Where the replay begins."""
-        between = range(self.checkpoint + 1, self.iteration)
-        steps = f"repeats {len(between)} steps ({', '.join(map(str, between))}) through the dumps" if between else ""
-        return f"iteration {self.iteration}, from the checkpoint of iteration {self.checkpoint}" + (
-            steps and f"; {steps}"
-        )
+def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
+    """Run an iteration again, and compare. Raises ValueError, with the reason in its log, if the job fails."""
+    save, number = args.save.absolute(), args.iteration
+    about, numbers, checkpoint, dumped = recorded(save, args.run_dir or save / "rl", number)
+    launch, steps = about["launch"], number - checkpoint - 1
+    ranks = args.ranks or launch["ranks"]
+    print(f"iteration {number}, from the checkpoint of {checkpoint}; {steps} steps in between are repeated", flush=True)
+    with tempfile.TemporaryDirectory(prefix="rl-replay-") as view:
+        os.symlink(iteration_dir(str(save), checkpoint), iteration_dir(view, checkpoint))
+        Path(view, TRACKER).write_text(str(checkpoint))
+        asked = {"dumps": about["dump_dir"], "iteration": number, "sample": args.sample, "out": view}
+        environment = {**os.environ, REPLAY: json.dumps(asked)}
+        words, folder = command(launch["words"], view, ranks, number, flags), Path(launch["directory"])
+        done = run(words, Path(view, "log"), float("inf"), env=environment, cwd=folder)
+        rows = [row for path in sorted(Path(view).glob("rows-rank*.jsonl")) for row in read_jsonl(path)]
+        if not done.ok or not rows:
+            said = [line for line in done.lines if line.startswith(("[rl]", "  - "))] or done.lines
+            why = next((i for i, line in enumerate(said) if "RL cannot run" in line or " stops: " in line), -12)
+            raise ValueError("\n".join([f"the job ended with status {done.code}:", *said[why:][:12]]))
+        again = {line["iteration"]: line for line in read_metrics(f"{view}/rl")}[number]
+    same = ranks == launch["ranks"] and all(flag.startswith("--rl-") for flag in flags if flag.startswith("--"))
+    return compared.report(numbers, again, rows, dumped, 0.0 if same else OTHER_LAYOUT, args.sample)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m mindspeed_rl_plugin replay SAVE --iteration K [...] [-- FLAGS]`. Returns 1, with a message, if it is not
-    possible."""
+    """`python -m mindspeed_rl_plugin replay SAVE --iteration K [-- FLAGS]`. Returns 1, with a message, if it fails."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        prog="mindspeed_rl_plugin replay",
-        usage="%(prog)s SAVE --iteration K [options] [-- FLAGS of the job that shall differ]",
-        description="Runs log-probs, advantages and update of an iteration again, from its checkpoint and its dump, and "
-        "shows each number beside the recorded one. Call it in the environment of the launch script.",
-    )
+    usage = "%(prog)s SAVE --iteration K [options] [-- flags of the job that shall differ, from the checkpoint on]"
+    parser = argparse.ArgumentParser(prog="mindspeed_rl_plugin replay", usage=usage, description=__doc__)
     parser.add_argument("save", metavar="SAVE", type=Path, help="the --save of the job, which had --rl-dump-dir")
     parser.add_argument("--iteration", metavar="K", type=int, required=True, help="the iteration to run again")
-    parser.add_argument("--sample", metavar="ROLLOUT,GROUP,MEMBER", type=_sample, help="also show one response")
+    parser.add_argument("--sample", metavar="ROLLOUT,GROUP,MEMBER", type=sample_id, help="a response to show in full")
     parser.add_argument("--ranks", metavar="N", type=int, help="ranks, on this machine (default: as the job trained)")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the job's --rl-run-dir (default: SAVE/rl)")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="longest time of the replay [s] (default: 3600)")
-    args = parser.parse_args(words[:at])
     try:
-        recorded = Recorded.of(args.save.absolute(), args.run_dir or args.save / "rl", args.iteration)
-        if args.sample:
-            recorded.check_sample(args.sample)
-        print(recorded.story(), flush=True)
-        print(
-            replay(recorded, args.ranks or recorded.run["launch"]["ranks"], args.sample, words[at + 1 :], args.timeout)
-        )
+        print(replay(parser.parse_args(words[:at]), words[at + 1 :]))
     except (ValueError, OSError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def replay(recorded: Recorded, ranks: int, sample: Sequence[int] | None, flags: Sequence[str], timeout: float) -> str:
-    """Run the iteration again, and compare. Raises ValueError, with the end of the log, if the job fails."""
-    launch = recorded.run["launch"]
-    with tempfile.TemporaryDirectory(prefix="rl-replay-") as folder:
-        view, number = Path(folder), recorded.checkpoint
-        (view / "rl").mkdir()
-        os.symlink(iteration_dir(str(recorded.save), number), iteration_dir(folder, number))
-        (view / TRACKER).write_text(str(number))
-        asked = {"dumps": recorded.run["dump_dir"], "iteration": recorded.iteration, "sample": sample, "out": folder}
-        env = {**os.environ, REPLAY: json.dumps(asked)}
-        done = run(recorded.command(view, ranks, flags), view / "log", timeout, env=env, cwd=Path(launch["directory"]))
-        rows = [row for path in sorted(view.glob("rows-rank*.jsonl")) for row in read_jsonl(path)]
-        if not done.ok or not rows:
-            told = [line for line in done.lines if line.startswith(("[rl]", "  - "))] or done.lines
-            raise ValueError("\n".join([f"the replay ended with status {done.code}; the end of its log:", *told[-12:]]))
-        again = {line["iteration"]: line for line in read_metrics(view / "rl")}[recorded.iteration]
-    same = ranks == launch["ranks"] and all(flag.startswith("--rl-") for flag in flags if flag.startswith("--"))
-    return report(recorded.numbers, again, rows, recorded.dump, same, sample)
-
-
-def _sample(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if len(words) != 3 or not all(word.isdigit() for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not ROLLOUT,GROUP,MEMBER, as 811,3,0 (columns of the dump)")
-    return tuple(map(int, words))
+def sample_id(text: str) -> SampleId:
+    """Three numbers with commas, as the columns `epoch`, `group`, `member` of a dump."""
+    return SampleId(*map(int, text.split(",")))
