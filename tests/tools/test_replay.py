@@ -1,6 +1,7 @@
 """`replay` without a job: what it refuses before any rank starts, the command that it starts, and what it compares."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,19 +12,7 @@ import pytest
 from mindspeed_rl_plugin.tools.replay import compared, repeat
 
 pytestmark = pytest.mark.quick
-WORDS = [
-    "train.py",
-    "--save",
-    "S",
-    "--rl-dump-dir",
-    "D",
-    "--wandb-project=x",
-    "--rl-reward",
-    "math",
-    "exact",
-    "--lr",
-    "1",
-]
+WORDS = "train.py --save S --rl-dump-dir D --wandb-project=x --rl-reward math exact --lr 1".split()
 
 
 @pytest.fixture
@@ -53,8 +42,8 @@ def about(save: Path, **changed: object) -> None:
     path.write_text(json.dumps({k: v for k, v in {**old, **changed}.items() if v is not None}))
 
 
-def dump_of(save: Path, **columns: list) -> None:
-    pq.write_table(pa.table(columns), save / "dump" / "rollout-000002.parquet")
+def dump_of(save: Path, *columns: str) -> None:
+    pq.write_table(pa.table(dict.fromkeys(columns, [1])), save / "dump" / "rollout-000002.parquet")
 
 
 def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
@@ -74,23 +63,14 @@ def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
         (4, lambda save: about(save, dump_dir=None), "wrote no dumps.*: give it --rl-dump-dir DIR"),
         (4, lambda save: about(save, id="other"), "holds the rollouts of another run"),
         (3, lambda save: (save / "dump" / "rollout-000002.parquet").unlink(), "rollout-000002.parquet.* is missing"),
-        (
-            3,
-            lambda save: dump_of(save, valid=[1], length=[1]),
-            "has no column graded, weights_digest; an older version",
-        ),
-        (
-            3,
-            lambda save: dump_of(save, turns=[[1]], **dict.fromkeys(repeat.REPLAYED, [1])),
-            "has responses of several turns",
-        ),
+        (3, lambda save: dump_of(save, "valid", "length"), "has no column graded, weights_digest; an older version"),
+        (3, lambda save: dump_of(save, "turns", *repeat.REPLAYED), "has responses of several turns"),
     ],
 )
 def test_what_cannot_be_replayed_is_said_before_a_rank_starts(save, capsys, iteration, broken, message):
     broken(save)
     assert repeat.main([str(save), "--iteration", str(iteration)]) == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_command_writes_to_no_place_of_the_job():
@@ -100,13 +80,6 @@ def test_the_command_writes_to_no_place_of_the_job():
     assert words[:8] == ["train.py", "--save", "S", "--rl-reward", "math", "exact", "--lr", "1"]
     assert words[8:14] == ["--save", "/view", "--rl-run-dir", "/view/rl", "--exit-interval", "7"]
     assert words[-2:] == ["--rl-clip-high", "0.3"], "the last one counts"
-
-
-@pytest.mark.parametrize("text", ["1,2", "1,2,3,4", "a,0,0"])
-def test_a_sample_is_three_numbers(text, capsys):
-    with pytest.raises(SystemExit):
-        repeat.main(["save", "--iteration", "1", "--sample", text])
-    assert text in capsys.readouterr().err
 
 
 def test_numbers_that_differ_come_first_in_the_order_of_a_step():
@@ -119,39 +92,11 @@ def test_numbers_that_differ_come_first_in_the_order_of_a_step():
     assert next(compared.numbers(before, {**before, "loss": 1.00005}, 1e-4)).endswith("ones, within 0.0001")
 
 
-def recorded_row(member: int, engine: list[float], old: list[float], advantage: float = 0.5) -> dict:
-    dumped = {"epoch": 1, "group": 0, "member": member, "reward": 1.0, "reward_parts": [1.0], "advantage": 0.5}
-    return {
-        **{"id": [1, 0, member], "weight": 0.25, "norm": 0.5, "text": list("abcd"), "place": [0, 1, 2, 3]},
-        **{"engine": engine, "old": old, "now": old, "advantage": [advantage] * 4},
-        "dumped": {**dumped, "logp_old": old},
-    }
-
-
-def test_the_row_of_a_wrong_reward_comes_before_its_group():
-    rows = [recorded_row(m, [0.0] * 4, [0.0] * 4, a) for m, a in enumerate((0.5, 0.4, -0.9, 0.3))]
-    head, _, *lines = compared.advantages(rows, 0.0)
-    assert head == "1 of 4 rows have the advantage of the dump"
-    assert [line.split()[0] for line in lines] == ["1,0,2", "1,0,3", "1,0,1"]
-
-
 def test_the_wrong_token_is_named_not_the_larger_gaps_behind_it():
-    noise = [1e-7, -1e-7, 2e-7, 0.0]
-    rows = [
-        recorded_row(0, noise, [0.0] * 4),
-        recorded_row(1, noise, [0.0, 0.1, 3.0, 0.2]),
-        recorded_row(2, noise, noise),
-    ]
-    head, _, first, second, third = compared.tokens(rows)
+    noise, wrong = [1e-7, -1e-7, 2e-7, 0.0], [0.0, 0.1, 3.0, 0.2]
+    same = {"engine": noise, "text": "abcd", "place": range(4), "advantage": noise}
+    olds = enumerate(([0.0] * 4, wrong, noise))
+    rows = [{**same, "id": [1, 0, m], "old": old, "now": old, "dumped": {"logp_old": old}} for m, old in olds]
+    head, _, *lines = compared.tokens(rows)
     assert head == "worst tokens: 3 of 12 have a gap above 1e-06 nats"
-    assert first.split()[:3] == ["1,0,1", "1", "'b'"] and second.split()[:3] == ["1,0,0", "2", "'c'"]
-    assert third.split()[0] == "1,0,2"
-
-
-def test_a_sample_in_full_or_why_not():
-    rows = [recorded_row(0, [-1.0] * 4, [-1.0] * 4)]
-    head, _, *lines = compared.of_sample(rows, repeat.sample_id("1,0,0"), total=2.0)
-    assert head == "row 1,0,0: weight of each token in the loss 0.25; norm of its gradient 0.5, 25.0% of the step's"
-    assert len(lines) == 4 and lines[3].split()[-2:] == ["1.000000", "0.5"]
-    (why,) = compared.of_sample(rows, repeat.sample_id("1,0,3"), total=2.0)
-    assert why.startswith("row 1,0,3 counts in no loss of this iteration")
+    assert [line.split()[:3] for line in lines[:2]] == [["1,0,1", "1", "'b'"], ["1,0,0", "2", "'c'"]]

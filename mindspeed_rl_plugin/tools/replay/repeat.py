@@ -21,8 +21,8 @@ from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools.rehearse.capture import run
 from mindspeed_rl_plugin.tools.replay import compared
 
-# Flags of places where a job writes, and of engines.
-DROPPED = ("--rl-dump-dir", "--tensorboard-dir", "--wandb-project", "--rl-trace", "--rl-generators")
+# Flags of places where a job writes.
+DROPPED = ("--rl-dump-dir", "--tensorboard-dir", "--wandb-project", "--rl-trace")
 OTHER_LAYOUT = 1e-4  # relative; a number may differ by this on another layout
 
 
@@ -71,6 +71,7 @@ def command(words: Sequence[str], view: str, ranks: int, iteration: int, overrid
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     # A job that writes dumps computes old log-probs by a pass of their own.
     own = ["--save", view, "--rl-run-dir", f"{view}/rl", "--exit-interval", str(iteration), "--rl-old-logprobs", "pass"]
+    own += ["--rl-generators", "0"] if any(word.startswith("--rl-generators") for word in words) else []
     return [*torchrun, "-m", "mindspeed_rl_plugin", *kept, *own, *overrides]
 
 
