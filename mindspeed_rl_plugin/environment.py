@@ -35,8 +35,7 @@ def launch_env() -> dict[str, int]:
 
 
 def replayed() -> dict[str, Any]:
-    """What the command `replay` asks of this job: dumps (their directory), iteration, sample, out (a directory); {} in
-    every other job."""
+    """What the command `replay` asks of this job: dumps, out (directories), iteration, sample. Of other jobs: {}."""
     return json.loads(os.environ.get(REPLAY, "{}"))
 
 

@@ -57,7 +57,7 @@ def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
     [
         (4, lambda save: (save / "rl" / "run.json").unlink(), "has no run.json: give the --save of a job"),
         (4, lambda save: about(save, launch=None), "run.json has no `launch`.*an older version wrote it"),
-        (9, lambda save: None, "the job has no iteration 9: its metrics end at 4"),
+        (9, lambda save: None, "the job has no update in iteration 9: its metrics end at 4"),
         (2, lambda save: None, r"has no checkpoint before iteration 2, only \[2, 3\]: give a later iteration"),
         (4, lambda save: [*map(shutil.rmtree, save.glob("iter_*"))], r"no checkpoint before iteration 4, only \[\]"),
         (4, lambda save: about(save, dump_dir=None), "wrote no dumps.*: give it --rl-dump-dir DIR"),
@@ -82,7 +82,7 @@ def test_the_command_writes_to_no_place_of_the_job():
     assert words[-2:] == ["--rl-clip-high", "0.3"], "the last one counts"
 
 
-def test_numbers_that_differ_come_first_in_the_order_of_a_step():
+def test_numbers_that_differ_come_first():
     before = {"iteration": 3, "loss": 1.0, "reward/mean": 0.5, "lr": 1e-3, "seconds/update": 1.0, "kl/ref": None}
     again = {**before, "loss": 1.00005, "reward/mean": 0.6, "seconds/update": 2.0}
     head, _, *lines = compared.numbers(before, again, 0.0)

@@ -37,8 +37,8 @@ def differ(a: float, b: float, limit: float) -> bool:
 
 
 def numbers(recorded: Row, again: Row, limit: float) -> Iterator[str]:
-    """Each number of a step beside the recorded one. Those that differ come first, in the order in which a step makes
-    them: the first is the nearest to the cause."""
+    """Each number of a step beside the recorded one. Those that differ come first; in the register rewards are before
+    log-probs, these before the loss, so the first is near to the cause."""
     every = [name for name in dict.fromkeys((*METRICS, *again)) if not _OTHERS.fullmatch(name)]
     names = [name for name in every if None not in (recorded.get(name), again.get(name))]
     wrong = [name for name in names if differ(recorded[name], again[name], limit)]

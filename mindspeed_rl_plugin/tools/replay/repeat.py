@@ -38,7 +38,7 @@ def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int
         raise ValueError(f"{run_dir}/run.json has no `launch`, the command of the job; {old}")
     lines = {line["iteration"]: line for line in read_metrics(run_dir)}
     if "loss" not in lines.get(iteration, {}):
-        raise ValueError(f"the job has no iteration {iteration}: its metrics end at {max(lines, default=0)}")
+        raise ValueError(f"the job has no update in iteration {iteration}: its metrics end at {max(lines, default=0)}")
     numbers = [int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit()]
     saved = sorted(number for number in numbers if has_state(str(save), number))
     if not (before := [number for number in saved if number < iteration]):
