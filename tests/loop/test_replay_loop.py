@@ -59,10 +59,6 @@ def table(lines: list[str], head: str) -> list[list[str]]:
     return [line.split() for line in lines[first + 2 : end]]
 
 
-def difference(lines: list[str], name: str) -> float:
-    return next(abs(float(a) - float(b)) for n, a, b, *_ in table(lines, "numbers are") if n == name)
-
-
 @contextlib.contextmanager
 def changed(save: Path, change: Callable[[list[dict]], object]) -> Iterator[None]:
     """Within the context the dump of the second rollout has other rows."""
@@ -104,7 +100,8 @@ def test_the_same_layout_gives_the_recorded_numbers(replay, save):
 def test_other_flags_and_a_sample_of_another_step(replay, save):
     """The second step of a rollout has ratios; the rows of the first one count in no loss of it."""
     lines = replay(save, 4, "--sample", "1,2,3", "--", "--rl-clip-high", "1e-6", "--rl-clip-low", "1e-6")
-    assert difference(lines, "clip_fraction") > 0.1 and difference(lines, "lr") == 0
+    found = {name: float(now) - float(before) for name, before, now, *_ in table(lines, "numbers are")}
+    assert found["clip_fraction"] > 0.1 and found["lr"] == 0
     assert lines[-1].startswith("row 1,2,3 counts in no loss of this iteration")
 
 
@@ -135,7 +132,6 @@ def test_a_fault_in_the_dump_is_named_first(replay, save, fault):
 def test_fewer_ranks_give_nearly_the_recorded_numbers(replay, save):
     lines = replay(save, 3, "--ranks", "1")
     assert re.fullmatch(r"(3\d) of \1 numbers are the recorded ones, within 0.0001", lines[2]), lines[2]
-    assert max(difference(lines, name) for name in ("loss", "grad_norm", "entropy")) < 1e-4
 
 
 def test_a_job_that_cannot_start_says_why(replay, save):
