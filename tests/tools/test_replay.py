@@ -12,7 +12,7 @@ import pytest
 from mindspeed_rl_plugin.tools.replay import compared, repeat
 
 pytestmark = pytest.mark.quick
-WORDS = "train.py --save S --rl-dump-dir D --wandb-project=x --rl-reward math exact --lr 1".split()
+WORDS = ["train.py", "--save", "S", "--rl-dump-dir", "D", "--wandb-project=x", "--rl-reward", "math", "exact"]
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def test_the_command_writes_to_no_place_of_the_job():
     given = repeat.command(WORDS, "/view", 3, 7, ["--rl-clip-high", "0.3"])
     words = given[given.index("mindspeed_rl_plugin") + 1 :]
     assert given[given.index("--nproc-per-node") + 1] == "3"
-    assert words[:8] == ["train.py", "--save", "S", "--rl-reward", "math", "exact", "--lr", "1"]
-    assert words[8:14] == ["--save", "/view", "--rl-run-dir", "/view/rl", "--exit-interval", "7"]
+    assert words[:6] == ["train.py", "--save", "S", "--rl-reward", "math", "exact"]
+    assert words[6:12] == ["--save", "/view", "--rl-run-dir", "/view/rl", "--exit-interval", "7"]
     assert words[-2:] == ["--rl-clip-high", "0.3"], "the last one counts"
 
 
