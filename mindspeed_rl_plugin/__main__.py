@@ -24,6 +24,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "patch": ("tools.patch", "check, apply or revert the one-line patch of a checkout"),
     "plan": ("tools.plan.plan", "a reshard's memory and time; --dock: a rollout's bytes; --schedule: iteration times"),
     "rehearse": ("tools.rehearse.rehearse", "run an Ascend launch script here, shrunk, for one iteration"),
+    "replay": ("tools.replay.repeat", "run an iteration of a job again, from its checkpoint and dump, and compare"),
     "report": ("tools.report.report", "one HTML file of a run: curves, timeline, memory, samples"),
     "tasks": ("tools.tasks", "the tasks of a `verifiers` environment as a data file"),
 }

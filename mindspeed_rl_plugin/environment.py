@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # After an error on all ranks: how long ranks wait, while the machine's first rank reports and the launcher ends all.
 SPEAK_SECONDS = 20.0
 FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
+REPLAY = "MINDSPEED_RL_REPLAY"
 _before_log: list[str] = []
 _log: list[str | os.PathLike[str]] = []
 _last = [""]  # the last line that was printed with our mark
@@ -30,6 +32,11 @@ def launch_env() -> dict[str, int]:
         "local_rank": int(os.environ.get("LOCAL_RANK", 0)),
         "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     }
+
+
+def replayed() -> dict[str, Any]:
+    """What the command `replay` asks of this job: dumps, out (directories), iteration, sample. Of other jobs: {}."""
+    return json.loads(os.environ.get(REPLAY, "{}"))
 
 
 def name_to_users(name: str, value: str) -> None:

@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.checkpoints.start_decision import (
 from mindspeed_rl_plugin.checks import early, flag_checks, taken_over
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.critic import value_head
-from mindspeed_rl_plugin.environment import keep, say
+from mindspeed_rl_plugin.environment import keep, replayed, say
 from mindspeed_rl_plugin.launch import build_critic, lr_schedule, megatron_setup, memory_fit, one_job, patching
 from mindspeed_rl_plugin.launch.endings import refusing, stopping
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
@@ -169,7 +169,9 @@ def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
 
 def save_checkpoint(args: Any, original: Callable, positional: tuple, named: Mapping[str, Any]) -> Any:
     """Write the RL state, then run Megatron's function, which updates the tracker file: so a checkpoint that is named
-    there always has its RL state."""
+    there always has its RL state. A replay saves nothing."""
+    if replayed():
+        return None
     iteration = positional[0] if positional else named["iteration"]
     with stopping(args), overridden(args, _save_state(args, iteration, original)):
         return original(*positional, **named)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ def make_monitor(inputs: Inputs, topology: Topology, start: Start) -> Monitor:
             "flags": inputs.flags,
             "arguments": run_files.arguments(inputs.args),
             "versions": run_files.versions(),
+            "launch": {"words": sys.argv, "directory": os.getcwd(), "ranks": topology.world},  # for `replay`
             "device": device.kind,
             "held_out": len(inputs.held_out or ()),
             "first_prompt": inputs.tokenizer.decode(list(first.prompt if isinstance(first, Pair) else first.tokens)),

@@ -18,9 +18,10 @@ from torch import Tensor
 from mindspeed_rl_plugin.monitor.run_files import atomic_write, dump_file, dump_files
 from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, SampleId, unpack_json
 
+REPLAYED = ("graded", "valid", "length", "weights_digest")  # columns that only `replay` reads
 DUMP_FIELDS = (
     *SampleId._fields, "iteration", "prompt", "response", "answer", "reward", "reward_parts", "advantage",
-    "response_length", "finish", "version", "segments", "prompt_tokens", "response_tokens",
+    "response_length", "finish", "version", "segments", "prompt_tokens", "response_tokens", *REPLAYED,
 )  # fmt: skip
 TOKEN_COLUMNS = ("loss_mask", "logp_rollout", "logp_old", "logp_ref", "advantages")
 
@@ -51,7 +52,8 @@ def dump_rollout(
 
 
 def read_rollout(path: str | os.PathLike[str]) -> Rows:
-    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, rewards, finish, version."""
+    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, rewards, finish, version, and
+    `REPLAYED`, which older dumps lack."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
@@ -68,7 +70,8 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
         out["segments"] = Ragged.from_rows([torch.tensor(r) for r in _shifted(held, prompt.lengths, [1, 0])])
     out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
     out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
-    return Rows(ids, out | {name: torch.tensor(columns[name].to_numpy()) for name in ("reward", "version")})
+    numbers = [name for name in ("reward", "version", "response_length", *REPLAYED) if name in columns]
+    return Rows(ids, out | {name: torch.tensor(columns[name].to_numpy()) for name in numbers})
 
 
 def discard_dumps_after(dump_dir: str | os.PathLike[str], done: int) -> int:
@@ -101,6 +104,7 @@ def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, g
         "segments": pa.array(_shifted(rows["segments"].rows(), -prompt.lengths, [1, 0])),
         "prompt_tokens": _list(prompt),
         "response_tokens": _list(response),
+        **{name: pa.array(rows[name].numpy()) for name in REPLAYED},
     }
     data |= {name: _list(_behind(prompt, columns[name])) for name in TOKEN_COLUMNS if name in columns}
     if "turns" in columns:

@@ -33,7 +33,7 @@ def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind
     reads = ("length", "response_length", "finish", "version", "weights_digest", "reward", "reward_parts", "valid")
     if_written, own = ("multiplicity", *kind.measured), tuple(name for name in own if name not in reads)
     if dump:
-        reads += ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments")
+        reads += ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments", "graded")
         reads += (advantages.column_name(algorithm),)
         if_written += ("logp_ref", *kind.dumped, *own)
     built = partial(Measure, own=own)

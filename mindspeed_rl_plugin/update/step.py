@@ -73,7 +73,7 @@ class MegatronStep:
         self._multiplicity = [k.to(self._device) for k in often]
         self._fresh = [_sampled_by(part, version).to(self._device) for part in rows]
         # The same gradient as if each row was in the batch as often as filtration drew it, but it is computed once.
-        self._weights = [(self._weigh(n) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)]
+        self.weights = [(self._weigh(n) * k).float().to(self._device) for n, k in zip(counts, often, strict=True)]
         self._tallies: dict[int, Tensor] = {}
 
     def run(self, train_step: Callable[..., tuple], args: tuple, kwargs: Mapping[str, Any]) -> tuple:
@@ -157,7 +157,7 @@ class PolicyStep(MegatronStep):
         return metrics if self.algorithm.needs_reference else {k: v for k, v in metrics.items() if k != "kl/ref"}
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        of_rows = (each[batch.index] for each in (self._weights, self._multiplicity, self._fresh))
+        of_rows = (each[batch.index] for each in (self.weights, self._multiplicity, self._fresh))
         logp, entropy = head_of(output, batch, self.settings, entropy_grad=self._entropy_grad)
         return self._result(batch, *objective(self.algorithm, batch, *of_rows, logp, entropy))
 

@@ -40,7 +40,7 @@ class ValueStep(MegatronStep):
         return run_model(model, batch)
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
-        weights, multiplicity = self._weights[batch.index], self._multiplicity[batch.index]
+        weights, multiplicity = self.weights[batch.index], self._multiplicity[batch.index]
         values = of_all_ranks(output[..., 0], batch)
         return self._result(
             batch, *value_objective(batch, weights, multiplicity, values, self.algorithm.value_clip), "value loss"

@@ -90,6 +90,8 @@ def make_rows(epoch: int, skill: float, *, groups: int = 8, members: int = 4, ho
         "length": mask.lengths,
         "response_length": torch.tensor([len(r) for r in responses]),
         "finish": torch.tensor([int(len(r) > 150) for r in responses], dtype=torch.int8),
+        **dict.fromkeys(("graded", "valid"), torch.ones(len(ids), dtype=torch.int8)),
+        "weights_digest": torch.arange(len(ids)) - 5,
         "version": torch.full((len(ids),), epoch),
         "segments": Ragged.from_rows([torch.tensor([[len(p), epoch], [len(p) + 3, epoch + 1]]) for p in prompts]),
         "logp_rollout": Ragged(old + noise, mask.offsets),

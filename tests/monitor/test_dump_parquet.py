@@ -25,7 +25,7 @@ def test_rows_come_back_as_they_were(rows_builder, tmp_path):
     assert path == tmp_path / "rollout-000012.parquet"
     back = read_rollout(path)
     assert back.ids == rows.ids
-    assert set(back.columns) == set(rows.columns) - {"meta", "length", "response_length"}
+    assert set(back.columns) == set(rows.columns) - {"meta"}
     for name, column in back.columns.items():
         want = rows[name]
         if isinstance(column, Ragged):

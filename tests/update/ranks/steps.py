@@ -185,7 +185,7 @@ def mean_of_means(update):
     for i, batch in enumerate(update._batches):
         counts = batch.mask.sum(-1)
         own = Totals(int(counts.sum()), int((counts > 0).sum()), update.norm_length)
-        update._weights[i] = (update.algorithm.weights(counts, own) / across).float()
+        update.weights[i] = (update.algorithm.weights(counts, own) / across).float()
     yield
 
 
@@ -195,7 +195,7 @@ def mean_of_ranks(update):
     cp_size = parallel_state.get_context_parallel_world_size()
     for i, batch in enumerate(update._batches):
         here = batch.mask.index_select(1, positions(batch.mask.shape[1]))
-        update._weights[i] *= float(batch.mask.sum() / (cp_size * here.sum()))
+        update.weights[i] *= float(batch.mask.sum() / (cp_size * here.sum()))
     yield
 
 

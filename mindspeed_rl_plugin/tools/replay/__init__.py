@@ -1,0 +1,1 @@
+"""`python -m mindspeed_rl_plugin replay`: runs log-probs, advantages and update of a recorded iteration again."""

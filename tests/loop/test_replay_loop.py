@@ -1,0 +1,148 @@
+"""`replay` of real jobs: bit for bit on the same layout, faults in a dump named first, other flags, other layouts."""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from jobs import Job
+from test_partial_loop import CARRY
+from test_resume_loop import dapo
+
+from mindspeed_rl_plugin.tools.replay import repeat
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+STEPS = ("--train-iters", "4", "--rl-rollout-prompts", "8", "--save-interval", "1", "--lr", "3e-3")
+ASYNC = ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate")
+
+
+def recorded(run: Job, iteration: int) -> Path:
+    """Run a job, and leave only the checkpoint of one iteration. Returns its SAVE."""
+    run.dumping().run()
+    for folder in {*run.save.glob("iter_*")} - {run.save / f"iter_{iteration:07d}"}:
+        shutil.rmtree(folder)
+    return run.save
+
+
+@pytest.fixture(scope="module")
+def save(shared_job) -> Path:
+    """Four iterations, two of each rollout; a checkpoint in the middle of the first rollout."""
+    flags = ("--ckpt-format", "torch_dist", "--rl-kl-loss-coef", "0")  # for other layouts: no random reference
+    return recorded(shared_job(*STEPS, *flags), 1)
+
+
+@pytest.fixture
+def replay(warm_python, monkeypatch, capsys) -> Callable[..., list[str]]:
+    """Lines of `replay SAVE --iteration K ...`. Nothing in SAVE changes."""
+    monkeypatch.setattr("sys.executable", warm_python)
+    for name, value in {"PYTHON_EXEC": warm_python, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(save: Path, iteration: int, *more: str, code: int = 0) -> list[str]:
+        before = {path: path.stat().st_mtime_ns for path in save.rglob("*")}
+        ended, told = repeat.main([str(save), "--iteration", str(iteration), *more]), capsys.readouterr()
+        assert ended == code, told.err
+        assert {path: path.stat().st_mtime_ns for path in save.rglob("*")} == before
+        return (told.err if code else told.out).splitlines()
+
+    return run
+
+
+def table(lines: list[str], head: str) -> list[list[str]]:
+    """The words of the lines below a line that has `head`, and below the names of its columns."""
+    first = next(i for i, line in enumerate(lines) if re.search(head, line))
+    end = next((i for i in range(first, len(lines)) if not lines[i]), len(lines))
+    return [line.split() for line in lines[first + 2 : end]]
+
+
+@contextlib.contextmanager
+def changed(save: Path, change: Callable[[list[dict]], object]) -> Iterator[None]:
+    """Within the context the dump of the second rollout has other rows."""
+    path = save / "dump" / "rollout-000002.parquet"
+    good, found = path.read_bytes(), pq.read_table(path)
+    change(rows := found.to_pylist())
+    pq.write_table(pa.Table.from_pylist(rows, schema=found.schema), path)
+    try:
+        yield
+    finally:
+        path.write_bytes(good)
+
+
+def of_sample(lines: list[str]) -> list[float]:
+    """Weight of a token, norm of the gradient, share in percent."""
+    return [*map(float, re.search(r"loss (\S+); norm of its gradient (\S+), (\S+)% of", "\n".join(lines)).groups())]
+
+
+def test_the_same_layout_gives_the_recorded_numbers(replay, save):
+    """The gradient of one response is that of a step in which no other one is trained, apart from its weight."""
+    lines = replay(save, 3, "--sample", "1,2,3")
+    assert lines[0] == "iteration 3, from the checkpoint of 1; 1 steps in between are repeated"
+    assert re.fullmatch(r"(3\d) of \1 numbers are the recorded ones, bit for bit", lines[2]), lines[2]
+    assert "16 of 16 rows have the advantage of the dump" in lines
+    assert table(lines, "^worst tokens: 0 of ")
+    assert {words[-2] for words in table(lines, "^row 1,2,3:")} == {"1.000000"}, "the first step of a rollout"
+    weight, norm, _ = of_sample(lines)
+
+    def alone(rows: list[dict]) -> None:
+        for row in rows:
+            if row["group"] < 4 and (row["group"], row["member"]) != (2, 3):
+                row["loss_mask"] = [0 for _ in row["loss_mask"]]
+
+    with changed(save, alone):
+        own_weight, own_norm, share = of_sample(replay(save, 3, "--sample", "1,2,3"))
+    assert share == 100 and own_weight > weight and norm / weight == pytest.approx(own_norm / own_weight, rel=1e-4)
+
+
+def test_other_flags_and_a_sample_of_another_step(replay, save):
+    """The second step of a rollout has ratios; the rows of the first one count in no loss of it."""
+    lines = replay(save, 4, "--sample", "1,2,3", "--", "--rl-clip-high", "1e-6", "--rl-clip-low", "1e-6")
+    found = {name: float(now) - float(before) for name, before, now, *_ in table(lines, "numbers are")}
+    assert found["clip_fraction"] > 0.1 and found["lr"] == 0
+    assert lines[-1].startswith("row 1,2,3 counts in no loss of this iteration")
+
+
+@pytest.mark.parametrize("fault", ["reward", "stale", "token"])
+def test_a_fault_in_the_dump_is_named_first(replay, save, fault):
+    def plant(rows: list[dict]) -> None:
+        row = next(row for row in rows if row["group"] == 1 and len(row["response_tokens"]) == 8)
+        named.append(f"1,1,{row['member']}")
+        if fault == "reward":
+            row["reward"] = 0.0 if row["reward"] > 0.5 else 1.0
+        elif fault == "stale":
+            row["logp_rollout"] = [logp + 0.01 for logp in row["logp_rollout"]]
+        else:
+            row["response_tokens"][3] = (row["response_tokens"][3] + 7) % 90
+
+    named: list[str] = []
+    with changed(save, plant):
+        lines = replay(save, 3)
+    first = re.search(r"the first other one is (\S+)", lines[2])[1]
+    if fault == "reward":
+        assert first == "reward/mean" and table(lines, "rows have the advantage")[0][0] == named[0]
+    else:
+        assert "16 of 16 rows have the advantage of the dump" in lines
+        assert table(lines, "^worst tokens: [1-8] of")[0][:2] == [named[0], "0" if fault == "stale" else "3"]
+        assert first == "logp_diff/mean" or fault == "token"
+
+
+def test_fewer_ranks_give_nearly_the_recorded_numbers(replay, save):
+    lines = replay(save, 3, "--ranks", "1")
+    assert re.fullmatch(r"(3\d) of \1 numbers are the recorded ones, within 0.0001", lines[2]), lines[2]
+
+
+def test_a_job_that_cannot_start_says_why(replay, save):
+    first, *lines = replay(save, 3, "--", "--rl-clip-hihg", "1", code=1)
+    assert first.startswith("replay: the job ended with status 1") and "--rl-clip-high" in "".join(lines)
+
+
+@pytest.mark.parametrize("kind", ["carried", "async"])
+def test_rollouts_of_several_epochs(replay, job, tmp_path, kind):
+    """Groups that dynamic sampling deferred and responses that went on, and rollouts of engines that are apart."""
+    flags = dapo(tmp_path, *CARRY) if kind == "carried" else ASYNC
+    made = job(*flags, *STEPS, "--train-iters", "6", ranks=2 + (kind == "async"))
+    lines = replay(recorded(made, 2), 5)
+    assert re.fullmatch(r"(\d+) of \1 numbers are the recorded ones, bit for bit", lines[2]), lines[2:5]
