@@ -32,7 +32,7 @@ KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is kill
 KILLED_FILE = "killed"  # holds the time at which a rank was killed
 EAGER = "DOCTOR_EAGER"  # environment variable: the engine runs without graphs, whose parts no hook can see
 # Largest difference [of the root mean square] that rounding makes, by dtype.
-ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
 LOG_PROBS = "log-probs"
 Places = dict[str, list[Tensor]]
 
@@ -175,7 +175,7 @@ def attach(folder: Path) -> None:
         box = [done.tokens]
         dist.broadcast_object_list(box, src=0)
         logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]])
-        noise = ROUNDING[self.resharder.dtype]
+        noise = DTYPE_NOISE[self.resharder.dtype]
         line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise)
         with open(folder / f"{PARTS_FILES}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"version": version, "noise": noise, "same": box[0] == done.tokens, **line}) + "\n")
