@@ -46,10 +46,8 @@ def main(argv: Sequence[str]) -> int:
         description="Presets of --rl-algorithm, and all parts (losses and others) that presets and flags can choose.",
     )
     parser.parse_args(argv)
-    print(
-        "--rl-algorithm NAME chooses a row; the flag of a part replaces the part of this row (dpo: not all parts). "
-        "KL: coefficient x estimator\n"
-    )
+    print("--rl-algorithm NAME chooses a row; the flag of a part replaces this part (dpo: not every part).")
+    print("KL: coefficient x estimator\n")
     head, *rows = aligned([PRESET_HEAD, *map(preset_row, ALGORITHMS)], len(PRESET_HEAD))
     print(head)
     for name, row in zip(ALGORITHMS, rows, strict=True):

@@ -106,7 +106,9 @@ def test_derived_tensors_follow_the_weight_in_place(where, kept) -> None:
         layer.impl, layer.kv_b_proj = holder, holder.kv_b_proj
     weight, addresses = holder.kv_b_proj.weight.data, [holder.W_UK_T.data_ptr(), holder.W_UV.data_ptr()]
     weight.copy_(torch.randn_like(weight))
-    assert vllm_api.refresh_derived(worker_of(layer, nn.Linear(2, 2))) == 1
+    worker = worker_of(layer, nn.Linear(2, 2))
+    vllm_api.refresh_derived(worker)
+    assert all(torch.equal(*pair) for pair in vllm_api.latent_parts(worker)) and len(vllm_api.latent_parts(worker)) == 2
     query, key = torch.randn(HEADS, NOPE), torch.randn(LORA)
     whole = (weight @ key).view(HEADS, NOPE + VALUE)  # what a prompt computes
     torch.testing.assert_close((query[:, None] @ holder.W_UK_T)[:, 0] @ key, (query * whole[:, :NOPE]).sum(-1))
