@@ -22,7 +22,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor, counts: Tensor) -> Moments:
-        """values: `[n]`; counts: `[n]`, number of trained tokens with each value (0 or 1 if each token has a value)."""
+        """values: `[n]`; counts: `[n]`, trained tokens that each value stands for (one value per token: the mask)."""
         seen = counts > 0
         values, counts = values[seen].double(), counts[seen].double()
         if not values.numel():

@@ -23,7 +23,7 @@ class FrameError(ValueError):
 
 
 class Shape(NamedTuple):
-    """Ids of one epoch. The row number of a sample is group * members + member."""
+    """Size of an epoch. The row number of a sample is group * members + member."""
 
     groups: int
     members: int  # of each group

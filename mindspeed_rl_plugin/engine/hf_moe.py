@@ -1,7 +1,7 @@
 """The fields of a config.json that only models with experts, or with latent attention, have.
 
 Differences between families are in their tables (`layout.families`). `routing_problems` names arguments with which
-trainer and engine would differ; `ModelShape` refuses other arguments that no family has. Sources: Megatron's router
+trainer and engine would differ; `ModelShape` refuses what no family supports. Sources: Megatron's router
 (topk_routing_with_score_function) and MLA (multi_latent_attention.py), transformers' modeling_qwen3_moe.py and
 modeling_deepseek_v3.py, vLLM's qwen3_moe.py and deepseek_v2.py.
 """
@@ -108,8 +108,8 @@ def _router_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
     n, groups = routing["n_group"], routing["topk_group"]
     if router.grouped and not router.by_best and n > 1 and args.moe_router_topk // groups != 2:
         yield (
-            f"--moe-router-group-topk {groups}: the engine ranks a group by its 2 best experts, Megatron by its best"
-            f" {args.moe_router_topk} // {groups}; give half of --moe-router-topk"
+            f"--moe-router-group-topk {groups}: the engine ranks a group by its 2 best experts, Megatron by its "
+            f"{args.moe_router_topk // groups} best; give half of --moe-router-topk"
         )
     if not router.grouped and n > 1:
         yield f"--moe-router-num-groups {n}: family {family} has no groups of experts; leave it out"

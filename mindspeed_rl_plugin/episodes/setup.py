@@ -93,8 +93,8 @@ class EpisodeSetup:
     def over(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments | None, peers: Peers
     ) -> EpisodeEngine:
-        """Episodes on top of an engine. environments: used on its first rank, which closes them with the engine; other
-        ranks close theirs now; peers: the ranks of the engine."""
+        """Episodes on top of an engine. environments: kept on the first rank until the engine shuts down,
+        closed here on other ranks; peers: the ranks of the engine."""
         flags, lead = self.flags, None
         limits = EpisodeLimits(
             turns=flags.max_turns,

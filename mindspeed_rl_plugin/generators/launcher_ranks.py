@@ -84,8 +84,8 @@ class RankSplit:
         """The line that the job's first rank prints."""
         machines, each = max(self.trainers // self.local, 1), min(self.local, self.trainers)
         return (
-            f"trainers: {ranks_text(0, self.trainers)} (WORLD_SIZE {self.trainers} = {self.world} - --rl-generators "
-            f"{self.generators}; machines {machines}, ranks a machine {each}); generators: "
+            f"trainers: {ranks_text(0, self.trainers)} (WORLD_SIZE {self.trainers}: {self.world} less "
+            f"--rl-generators {self.generators}; machines {machines}, ranks a machine {each}); generators: "
             f"{ranks_text(self.trainers, self.generators)} (engines {self.engines}, ranks an engine {self.engine})"
         )
 
@@ -225,7 +225,7 @@ def join_group(engine: int, deadline: float) -> None:
 
 
 def init_group(keys: dist.Store, limit: datetime.timedelta, kind: str | None = None) -> None:
-    """Make the default process group of all ranks of the environment. kind: of device, None for this process's device;
+    """Make the default process group of the WORLD_SIZE ranks. kind: of device, None for this process's device;
     with "cpu" no device is used."""
     env, kind = launch_env(), kind or get_device().kind
     if kind != "cpu":

@@ -135,7 +135,7 @@ def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) 
     tokens, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
     who = f"response {tuple(request.id)} of the server"
     if [entry["token_id"] for entry in entries] != tokens:
-        raise RuntimeError(f"{who} has {len(tokens)} tokens, but log-probs of {len(entries)} different ones")
+        raise RuntimeError(f"{who}: {len(tokens)} tokens, and {len(entries)} log-probs that are not theirs")
     logps = [entry["logprob"] for entry in entries]
     if any(logp <= NO_LOGP for logp in logps):
         raise RuntimeError(f"{who} has a log-prob that is not finite; did the server get the job's weights?")
@@ -210,7 +210,7 @@ class ServerWeights:
 
     def close(self) -> None:
         """Let the workers leave the job, so that the server is free for another job. A server that has ended is no
-        error. The longer the server has been silent, the shorter the wait, after which its rows are leased again."""
+        error. A server that was silent gets a shorter wait, since others get its rows only after it."""
         self._closing.set()
         patience = max(ASK_SECONDS - (time.monotonic() - self._heard), STAY_SECONDS)
         with contextlib.suppress(*SERVER_ERRORS):

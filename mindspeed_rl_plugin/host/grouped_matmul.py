@@ -73,7 +73,7 @@ GROUPED_COMPILED = {
 
 
 def register(gmm: ModuleType) -> None:
-    """Register `torch.ops.mindspeed.npu_gmm` and `npu_gmm_v2`, which MindSpeed registers for the NPU, for the CPU, too.
+    """Register `torch.ops.mindspeed.npu_gmm` and `npu_gmm_v2`, MindSpeed's NPU operators, for the CPU, too.
     gmm: `mindspeed.ops.gmm`."""
     for overload in ("npu_gmm.Tensor", "npu_gmm.List"):
         torch.library.impl(gmm.AS_LIBRARY, overload, "CPU")(gmm._npu_gmm)

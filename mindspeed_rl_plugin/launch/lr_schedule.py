@@ -82,8 +82,8 @@ def remark(recorded: Mapping[str, Any] | None, args: Any, done: int) -> str | No
         return None
     before, now = recorded["global_batch_size"], args.global_batch_size
     return (
-        f"note: --global-batch-size was {before}, now {now}. The learning-rate schedule counts sequences: for "
-        f"it the {done} iterations so far are {done * before / now:g} iterations of {now} sequences"
+        f"note: --global-batch-size was {before}, now {now}. The learning-rate schedule counts sequences: it "
+        f"takes the {done} iterations so far as {done * before / now:g} of {now} sequences"
     )
 
 

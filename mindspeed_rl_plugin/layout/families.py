@@ -74,7 +74,7 @@ FAMILIES = {
         hf=HfConfig(
             fixed={"attention_bias": True, "attention_out_bias": False},
             written={"residual_dropout": 0.0},
-            # Only some versions of vLLM have Seed-OSS. vLLM's Llama has the same bias, by a field of InternLM's config.
+            # Only some versions of vLLM have Seed-OSS. vLLM's Llama adds it if InternLM's field `qkv_bias` is set.
             engine={"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
             | {"attention_bias": False, "qkv_bias": True},
         ),

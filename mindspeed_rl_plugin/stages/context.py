@@ -44,7 +44,7 @@ class RankContext:
     ranks: Collectives  # of the job
     monitor: Monitor  # of this rank
     leader: bool  # whether this is the first rank of the job
-    writer: bool  # whether this rank writes what its data parallel rank computed
+    writer: bool  # whether it writes for all ranks of its data parallel index
     last_stage: bool  # whether this rank holds the end of the model
     model: Any  # this rank's chunks of it
     trainer: Trainer  # of the policy

@@ -43,7 +43,7 @@ class Found(Message):
     about: bytes  # the publisher's description of the version
     path: str  # file of its bytes, which a process of the same machine maps
     nbytes: int
-    read: int = 0  # bytes that the reader of a machine (`machine_staging`) had to read for this answer
+    read: int = 0  # bytes read for this answer, if a `machine_staging` reader gives it
 
 
 class Missed(Message):

@@ -196,8 +196,8 @@ def test_one_that_stands_still_has_half_of_the_deadline_but_for_tokens():
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (choice([1, 2], [("4", 0, 2)]) | {"logprobs": None}, "2 tokens, but log-probs of 0"),
-        (choice([1, 2], [("4", 0, 2)]) | {"token_ids": [1, 3]}, "2 tokens, but log-probs of 2 different"),
+        (choice([1, 2], [("4", 0, 2)]) | {"logprobs": None}, "2 tokens, and 0 log-probs"),
+        (choice([1, 2], [("4", 0, 2)]) | {"token_ids": [1, 3]}, "2 tokens, and 2 log-probs"),
         (choice([1], [("4", 0, 1)], logp=-9999.0), "not finite"),
         (choice([1], [("default", 0, 1)]), "has other clients"),
         (choice([1, 2], [("4", 0, 1)]), "does not say which weights"),

@@ -150,8 +150,8 @@ def _holds_weights(folder: Path) -> bool:
 
 
 def whole_model(files: DistFiles) -> dict[str, StoredTensor]:
-    """Tensors of `--ckpt-format torch_dist` as one rank with the complete model has them: parameter name of the
-    implementation `local` with experts `sequential` -> tensor, whose values are read when they are used.
+    """Tensors of `--ckpt-format torch_dist` as on a single rank: parameter name (implementation `local`, experts
+    `sequential`) -> tensor, read when it is used.
 
     The files have complete tensors: [gate; up], query groups one after the other, the embedding with its padding.
     Sources (core 0.12.1, 0.16.1 and 0.19 do the same here): sharded_state_dict of transformer_block.py, mlp.py and

@@ -19,7 +19,8 @@ def make_parser(name: str, load: str, out: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m mindspeed_rl_plugin {name}")
     parser.add_argument("--load", type=Path, required=True, help=load)
     parser.add_argument("--out", type=Path, required=True, help=f"{out}; must be empty or new")
-    parser.add_argument("--dtype", choices=FLAG_DTYPES, help="dtype of the written weights (default: as stored)")
+    dtype = "dtype of the written weights (default: as stored); a router bias stays float32"
+    parser.add_argument("--dtype", choices=FLAG_DTYPES, help=dtype)
     return parser
 
 

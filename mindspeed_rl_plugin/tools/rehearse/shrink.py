@@ -60,7 +60,7 @@ PLAIN_MEGATRON = {
     "TransformerEngine is not installed": "--transformer-impl=local",
     "no engine has this norm of TransformerEngine, so RL refuses it": "--apply-layernorm-1p",
 }
-# Reason -> begin of a "FLAG VALUE" that only MindSpeed-LLM accepts, and the rule that replaces it.
+# Reason -> (first characters of "FLAG VALUE" of MindSpeed-LLM, rule that replaces the flag).
 MINDSPEED_LLM_FLAGS = {
     "a layer spec of MindSpeed-LLM": ("--spec mindspeed", "--spec"),
     "alltoall_seq is MindSpeed's": ("--moe-token-dispatcher-type alltoall_seq", "--moe-token-dispatcher-type=alltoall"),
