@@ -81,7 +81,7 @@ def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None
     assert part(RankSplit(16, 8, 8, 4, 60.0)) is None
     assert launch_env() == {"rank": 0, "world_size": 8, "local_rank": 0, "local_world_size": 8}
     said = capsys.readouterr().out
-    assert "ranks 0 to 7 (WORLD_SIZE 8 = 16 - --rl-generators 8; machines 1, ranks a machine 8)" in said
+    assert "ranks 0 to 7 (WORLD_SIZE 8: 16 less --rl-generators 8; machines 1, ranks a machine 8)" in said
     assert "generators: ranks 8 to 15 (engines 2, ranks an engine 4)" in said
     page = Path(__file__).parents[2] / "docs" / "schedules.md"
     assert f"[rl] {RankSplit(8, 8, 4, 1, 60.0).text()}\n" in page.read_text()

@@ -87,7 +87,7 @@ def test_megatron_takes_a_longer_constant_schedule_once_it_is_settled(megatrons)
 def test_a_changed_batch_is_said_where_the_schedule_counts_by_it():
     recorded = record(types.SimpleNamespace(**BASE))
     message = schedule.remark(recorded, types.SimpleNamespace(**{**BASE, "global_batch_size": 16}), 6)
-    assert "was 4, now 16" in message and "6 iterations" in message and "1.5 iterations of 16 seq" in message
+    assert "was 4, now 16" in message and "6 iterations" in message and "as 1.5 of 16 seq" in message
     assert schedule.remark(recorded, types.SimpleNamespace(**BASE), 6) is None
     flat = types.SimpleNamespace(**{**CONSTANT, "global_batch_size": 16, "lr_warmup_iters": 0})
     assert schedule.remark(recorded, flat, 6) is None and schedule.remark(None, flat, 6) is None

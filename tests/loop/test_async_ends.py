@@ -119,7 +119,7 @@ def test_generators_may_be_the_second_agent_of_the_launcher(job, nothing_left) -
     result = running.run()
     result.check_log_probs(4)
     running.check_trained(16)
-    trainers = "[rl] trainers: rank 0 (WORLD_SIZE 1 = 2 - --rl-generators 1; machines 1, ranks a machine 1)"
+    trainers = "[rl] trainers: rank 0 (WORLD_SIZE 1: 2 less --rl-generators 1; machines 1, ranks a machine 1)"
     assert f"{trainers}; generators: rank 1 (engines 1, ranks an engine 1)" in result.log
     nothing_left()
 
