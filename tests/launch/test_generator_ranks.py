@@ -85,7 +85,7 @@ def test_engines_of_several_ranks_on_machines_of_their_own(rank, capsys) -> None
     assert "generators: ranks 8 to 15 (engines 2, ranks an engine 4)" in said
     page = Path(__file__).parents[2] / "docs" / "schedules.md"
     assert f"[rl] {RankSplit(8, 8, 4, 1, 60.0).text()}\n" in page.read_text()
-    assert "trainers: rank 0 (WORLD_SIZE 1 = 2 - " in RankSplit(2, 2, 1, 1, 60.0).text()
+    assert "trainers: rank 0 (WORLD_SIZE 1: 2 less " in RankSplit(2, 2, 1, 1, 60.0).text()
     assert "generators: rank 1 (engines 1, " in RankSplit(2, 2, 1, 1, 60.0).text()
     rank(13, 16, 8)
     assert part(RankSplit(16, 8, 8, 4, 60.0)) == 1
