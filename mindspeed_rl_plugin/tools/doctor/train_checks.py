@@ -152,6 +152,9 @@ def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], f
     save = folder / "save"
     argv = [*fixed, *bench.model(name, axis, folder), "--save", str(save)]
     done = bench.job(folder / "job", [*argv, "--exit-interval", "3"])
+    if bench.nodes.index:  # the first machine has the metrics
+        yield _where(where, [folder / "job"], False) if done.ok else RUNS.result(False, reason(done), where)
+        return
     lines = _metrics(save)
     yield from _ran(where, done, lines)
     if lines:
@@ -162,10 +165,10 @@ def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], f
         worst, grown = _worst_growth(lines)
         most = _GROWTH_LIMITS[bench.host]
         yield GROWTH.result(grown <= most, f"{grown / 2**20:+.0f} MiB in {worst}", where, mib=most >> 20)
-        if bench.nodes.count > 1:
-            yield from (check.not_run("the machines share no folder", where) for check in (RESUME, KILLED))
-        elif full or name == "dense" and axis == LAYOUTS[name][0]:
-            yield from _resumed(where, folder, argv, bench)
+        if full or name == "dense" and axis == LAYOUTS[name][0]:
+            alone = bench.nodes.count == 1
+            late = (check.not_run("the machines share no folder", where) for check in (RESUME, KILLED))
+            yield from _resumed(where, folder, argv, bench) if alone else late
 
 
 def compare_launch(bench: TrainBench, argv: Sequence[str]) -> Iterator[Result]:
