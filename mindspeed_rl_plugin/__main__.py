@@ -16,7 +16,7 @@ from contextlib import contextmanager
 # name -> (module of this package with main(argv) -> exit code, help). The module is imported if its command is given.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "algorithms": ("tools.algorithms", "presets of --rl-algorithm, their parts and sources"),
-    "doctor": ("tools.doctor.doctor", "which process of a job that hangs is late, and why"),
+    "doctor": ("tools.doctor.doctor", "which part of a machine's stack is at fault; --job: of a job that hangs"),
     "export": ("tools.convert.to_hf", "a Megatron checkpoint as a Hugging Face model"),
     "flags": ("tools.flags", "the flags of the plugin: all, or those that contain a WORD"),
     "generate": ("generators.join", "one more engine for a running job of --rl-schedule async"),

@@ -71,8 +71,11 @@ def test_results_survive_the_end_of_their_process(tmp_path):
     ("text", "cleaned"),
     [
         ("connect to 10.0.0.17:29500 failed", "connect to ... failed"),
-        ("no /home/me/models/x.json here", "no ... here"),
-        ("~/data/train.jsonl", "..."),
+        ("no /home/me/My Project/x.json: give another", "no ...: give another"),
+        ("~/data/train.jsonl, and ckpts/secret/iter_0000001", "..., and ..."),
+        ("hdfs://nn1:9000/user/bob and user@git.corp", "... and ..."),
+        ("VLLM_ATTENTION_BACKEND=FLASHINFER cannot be used", "VLLM_ATTENTION_BACKEND=... cannot be used"),
+        ("fe80::1:29500 refused", "... refused"),
         ("1/2 of input/output, 0.5 nats", "1/2 of input/output, 0.5 nats"),
     ],
 )

@@ -30,9 +30,10 @@ PROMPT, RESPONSE_TOKENS = tuple(range(5, 13)), 8
 PARTS_FILES = "parts-"  # files of comparisons begin with it
 KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
 KILLED_FILE = "killed"  # holds the time at which a rank was killed
+SAVES_NOT = "DOCTOR_SAVES_NOT"  # environment variable: no checkpoint is written
 EAGER = "DOCTOR_EAGER"  # environment variable: the engine runs without graphs, whose parts no hook can see
-# Largest difference [of the root mean square] that rounding makes, by dtype.
-DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+# Largest difference that rounding makes, relative to the norm of a token's output, by dtype.
+DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 LOG_PROBS = "log-probs"
 Places = dict[str, list[Tensor]]
 
@@ -90,7 +91,7 @@ def ask_engine(engine: Any) -> tuple[Completion, Places] | None:
     from mindspeed_rl_plugin.engine import vllm_api
     from mindspeed_rl_plugin.engine.rollout_engine import generate
 
-    engine = getattr(engine, "engine", engine)  # without what adds turns to it
+    engine = vars(engine).get("_engine") if hasattr(vars(engine).get("_engine"), "submit") else engine  # of one turn
     if not engine.eager:
         return None
     request = GenerateRequest(
@@ -144,8 +145,7 @@ def parts(
     far, first = {}, None
     for place, (ours, *_) in trainer.items():
         theirs = engine[place][0]
-        scale = ours.square().mean().sqrt().clamp_min(1e-6)
-        each = ((ours - theirs).abs().amax(-1) / scale).nan_to_num(torch.inf)
+        each = ((ours - theirs).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-6)).nan_to_num(torch.inf)
         far[place] = float(each.max())
         if first is None and far[place] > noise:
             first = {"place": place, "token": int((each > noise).nonzero()[0, 0]), "of_prompt": len(PROMPT)}
@@ -154,6 +154,12 @@ def parts(
         if first is None and not far[LOG_PROBS] <= noise:
             first = {"place": LOG_PROBS, "token": len(PROMPT), "of_prompt": len(PROMPT)}
     return {"far": far, "first": first}
+
+
+def depth(place: str) -> float:
+    """A number by which places are ordered as the model computes them."""
+    what, _, layer = place.partition(" of layer ")
+    return int(layer) + (what == "MLP") / 2 if layer else {"embedding": -1.0, "last norm": 1e6}.get(place, 1e7)
 
 
 def attach(folder: Path) -> None:
@@ -175,10 +181,12 @@ def attach(folder: Path) -> None:
         box = [done.tokens]
         dist.broadcast_object_list(box, src=0)
         logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]])
+        if box[0] != done.tokens:  # a tie, which the engines decided in different ways
+            return
         noise = DTYPE_NOISE[self.resharder.dtype]
         line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise)
         with open(folder / f"{PARTS_FILES}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"version": version, "noise": noise, "same": box[0] == done.tokens, **line}) + "\n")
+            file.write(json.dumps({"version": version, "noise": noise, **line}) + "\n")
 
     def to_engine(self: Colocation, version: int) -> Any:
         if [dist.get_rank(), version] == killed:
@@ -187,6 +195,10 @@ def attach(folder: Path) -> None:
         return transfer(self, version)
 
     Colocation.awake, Colocation._to_engine = awake, to_engine
+    if SAVES_NOT in os.environ:
+        from mindspeed_rl_plugin.launch import launch
+
+        launch.save_checkpoint = lambda *args, **kwargs: None
     if EAGER in os.environ:
         from mindspeed_rl_plugin.engine import vllm_engine
 

@@ -26,8 +26,10 @@ from pathlib import Path
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.monitor.run_files import versions, write_text
 from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_checks, small_models, train_checks
+from mindspeed_rl_plugin.tools.doctor.engine_checks import TELL_US
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import (
+    NOT_RUN,
     Result,
     ResultFile,
     causes_of,
@@ -38,12 +40,14 @@ from mindspeed_rl_plugin.tools.doctor.result import (
     without_private,
 )
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture, run
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, find_entry
 from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.report.report import embed
 
-RANKS_SECONDS, ENGINE_SECONDS = 60.0, 240.0  # limits of the rank checks; of the engine checks, and of SCRIPT.sh
+ENGINE_SECONDS = 300.0  # limit of a process of the engine checks, and of running SCRIPT.sh
 ALL_CAUSES = rank_checks.CAUSES | causes_of((*engine_checks.ENGINE_CHECKS, *train_checks.TRAIN_CHECKS))
+_OTHERS_FIX = "start doctor on all machines at once; look at the output of that one"
 DOCTOR_PARTS = ("machine", "ranks", "engine", "trainer")
 
 
@@ -60,10 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         nodes, store = _nodes()
         if nodes is None:  # another rank of this machine does the work
             return 0
-        with _folder(options) as folder:
-            results = explained(
-                _gathered(nodes, store, list(_Doctor(options, nodes, store, folder).results())), ALL_CAUSES
-            )
+        if options.out:
+            write_text(options.out, "")  # a folder that cannot be written is noticed before minutes of checks
+        results: list[Result] = []
+        with contextlib.suppress(KeyboardInterrupt), _folder(options) as folder:
+            for one in _Doctor(options, nodes, store, folder).results():
+                results.append(one)
+        results = explained(_gathered(nodes, store, results), ALL_CAUSES)
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
@@ -71,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(table(results))
     bad = guilty(results)
-    print(f"\n{f'{len(bad)} at fault' if bad else 'nothing is at fault'}")
+    ran = sum(r.verdict != NOT_RUN for r in results)
+    print(f"\n{f'{len(bad)} at fault' if bad else 'nothing is at fault'} ({ran} of {len(results)} checks ran)")
     if options.out:
         write_text(options.out, page(results))
     return 1 if bad else 0
@@ -103,31 +111,47 @@ class _Doctor:
     folder: Path
 
     def results(self) -> Iterator[Result]:
-        device, only = get_device(), self.options.only
+        """All results. A part that raises an error is a failure, and the next part is checked."""
         launch = self._launch()
-        words = launch.arguments
-        dtype = "bfloat16" if "--bf16" in words or not device.is_cpu and not self.options.script else "float32"
-        dtype = "float16" if "--fp16" in words else dtype
+        os.environ.update(launch.exported)
+        flags = Flags.parse(launch.arguments)
+        cpu = get_device().is_cpu
+        dtype = "float16" if "--fp16" in flags else "bfloat16" if "--bf16" in flags else "float32"
+        dtype = dtype if self.options.script or cpu else "bfloat16"
         if self.options.compare:
-            if "--rl-algorithm" not in words:
+            if "--rl-algorithm" not in flags:
                 raise ValueError(f"--compare {self.options.script}: it has no --rl-algorithm; add its --rl-* flags")
-            _say(f"one iteration of {self.options.script}")
-            yield from train_checks.compare_launch(self._bench(launch, dtype), words)
-            return
-        save = words[words.index("--save") + 1] if "--save" in words else ""
-        if "machine" in only:
-            _say("machine")
-            yield from machine.machine_checks(self.nodes, device.kind, save)
-            yield from machine.between(self.nodes, self.store)
-        if "ranks" in only:
-            _say("memory and links")
-            (ranks := self.folder / "ranks").mkdir()
-            yield from rank_checks.run(self.nodes, ranks, RANKS_SECONDS)
-        if "engine" in only:
-            _say("engine")
-            yield from engine_results(dtype, self.folder, _environment(self.folder))
-        if "trainer" in only:
-            yield from self._trainer(launch, dtype)
+            parts = {"trainer": lambda: train_checks.compare_launch(self._bench(launch, dtype), launch.arguments)}
+        else:
+            parts = {
+                "machine": lambda: self._machine(launch, flags),
+                "ranks": lambda: self._ranks(60.0 if cpu else 240.0),
+                "engine": lambda: self._engine(dtype, cpu),
+                "trainer": lambda: self._trainer(launch, dtype),
+            }
+        for name in parts if self.options.compare else self.options.only:
+            _say({"ranks": "memory and links"}.get(name, name))
+            try:
+                yield from parts[name]()
+            except (ValueError, OSError, RuntimeError, TypeError, LookupError) as error:
+                yield result(name, "doctor itself", False, f"{type(error).__name__}: {error}", "no error", TELL_US)
+
+    def _machine(self, launch: CapturedLaunch, flags: Flags) -> Iterator[Result]:
+        save = flags.get("--save") or ""
+        split = {machine.TENSOR_PARALLEL} if flags.number("--tensor-model-parallel-size", 1) > 1 else set()
+        where = str(launch.cwd / save) if save else ""
+        yield from machine.machine_checks(self.nodes, get_device().kind, where, split)
+        yield from machine.between(self.nodes, self.store)
+
+    def _ranks(self, seconds: float) -> list[Result]:
+        (folder := self.folder / "ranks").mkdir()
+        return rank_checks.run(self.nodes, folder, seconds)
+
+    def _engine(self, dtype: str, cpu: bool) -> Iterator[Result]:
+        """On an accelerator a process for each model: vLLM's sleep mode allows one engine in a process."""
+        names = list(small_models.SMALL_MODELS)
+        for models in [names] if cpu else [[name] for name in names]:
+            yield from engine_results(dtype, self.folder, _environment(self.folder), models)
 
     def _launch(self) -> CapturedLaunch:
         """The launch of the script or, without one, of Megatron's pretrain_gpt.py on this machine."""
@@ -139,11 +163,14 @@ class _Doctor:
     def _bench(self, launch: CapturedLaunch, dtype: str) -> train_checks.TrainBench:
         """Raises ValueError if there is no Megatron, or no entry script."""
         entry = find_entry(launch, self.options.script or Path(launch.script), self.folder)
-        _say(f"trainer and engine on {entry.platform}")
+        for note in filter(None, (entry.note, f"trainer and engine on {entry.platform}")):
+            _say(note)
         path = os.pathsep.join(map(str, (*entry.path, ROOT)))
         env = _environment(self.folder) | launch.exported | {"PYTHONPATH": path}
-        nodes, seconds = (self.nodes, 300.0) if not self.options.compare else (self._nodes_of(launch), 3600.0)
-        return train_checks.TrainBench(nodes, self.folder, entry.script, env, dtype, get_device().is_cpu, seconds)
+        own = (self.folder, entry.script, env, dtype, get_device().is_cpu)
+        if self.options.compare:
+            return train_checks.TrainBench(self._nodes_of(launch), *own, 3600.0, launch.cwd)
+        return train_checks.TrainBench(Nodes(_even(self.nodes.ranks)), *own)
 
     def _nodes_of(self, launch: CapturedLaunch) -> Nodes:
         """The ranks of a launch. Raises ValueError for another number of machines, or too few devices."""
@@ -168,14 +195,19 @@ class _Doctor:
                 yield from train_checks.check_model(name, axis, bench, fixed, full=self.options.full)
 
 
+def _even(ranks: int) -> int:
+    """The most ranks for small jobs: at most 8, and an even number, so that two can share a model."""
+    return min(ranks - ranks % 2, 8) or 1
+
+
 def engine_results(
     dtype: str, folder: Path, env: Mapping[str, str], models: Sequence[str] = tuple(small_models.SMALL_MODELS)
 ) -> Iterator[Result]:
     """The checks of the engine, in a process of their own. If it crashes or hangs, its check fails. folder: for its
     files."""
-    report = ResultFile(folder / "engine.jsonl")
+    report = ResultFile(folder / f"engine {models[0]}.jsonl")
     command = Nodes(1).torchrun("-m", engine_checks.__name__, str(report.path), dtype, *models)
-    done = run(command, folder / "engine.log", ENGINE_SECONDS, env=env)
+    done = run(command, folder / f"engine {models[0]}.log", ENGINE_SECONDS, env=env)
     results, begun = report.read()
     yield from results
     if not done.ok:
@@ -191,7 +223,7 @@ def _nodes() -> tuple[Nodes | None, object]:
     given = {
         name: int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK")
     }
-    if not given["WORLD_SIZE"]:
+    if not given["LOCAL_WORLD_SIZE"]:  # other launchers may set WORLD_SIZE
         device = get_device()
         return Nodes(2 if device.is_cpu else device.api.device_count()), None
     if given["LOCAL_RANK"]:
@@ -218,13 +250,19 @@ def _gathered(nodes: Nodes, store: object, mine: list[Result]) -> list[Result]:
     """The results of all machines, on the first one. What is equal on all machines is one result."""
     if nodes.count == 1:
         return mine
+    store.set_timeout(timedelta(seconds=2 * ENGINE_SECONDS))  # for machines that are slower
     store.set(f"doctor/{nodes.index}", json.dumps([dataclasses.asdict(r) for r in mine]))
     if nodes.index:
-        store.wait(["doctor/done"], timedelta(seconds=60))
+        with contextlib.suppress(RuntimeError):
+            store.wait(["doctor/done"])
         return mine
     out: dict[tuple[str, str, str, str], Result] = {}
     for index in range(nodes.count):
-        for row in json.loads(store.get(f"doctor/{index}")):
+        try:
+            rows = json.loads(store.get(f"doctor/{index}"))
+        except RuntimeError:
+            rows = [dataclasses.asdict(result("machine", "answers", False, "none", "in time", _OTHERS_FIX, f"{index}"))]
+        for row in rows:
             r = Result(**row)
             known = out.setdefault((r.part, r.check, r.where, r.verdict), r)
             if known is not r and r.verdict == "FAIL":
@@ -252,7 +290,7 @@ def _environment(folder: Path) -> dict[str, str]:
     """Of what doctor starts."""
     fixed = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
-    return {"OMP_NUM_THREADS": "1", **os.environ, **fixed, "PYTHONPATH": path}
+    return {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **fixed, "PYTHONPATH": path}
 
 
 def _say(what: str) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -17,14 +15,9 @@ class Nodes:
     index: int = 0  # of this machine
     address: str = "localhost"  # of the first machine
     port: int = 0  # a free port of the first machine; one machine alone needs none
-    ports: Iterator[int] = field(default_factory=itertools.count, compare=False)  # added to it: each call has its own
 
     def torchrun(self, *arguments: str) -> list[str]:
         """The command line that starts this machine's ranks with these arguments."""
-        first = [
-            f"--node-rank={self.index}",
-            f"--master-addr={self.address}",
-            f"--master-port={self.port + next(self.ports)}",
-        ]
+        first = [f"--node-rank={self.index}", f"--master-addr={self.address}", f"--master-port={self.port}"]
         where = [f"--nnodes={self.count}", *first] if self.count > 1 else ["--standalone"]
         return [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={self.ranks}", *arguments]

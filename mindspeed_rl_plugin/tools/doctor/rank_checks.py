@@ -8,7 +8,6 @@ import faulthandler
 import json
 import os
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,6 @@ from typing import Any
 from mindspeed_rl_plugin.device.device import Device, get_device
 from mindspeed_rl_plugin.environment import environment_apart, flush_output, launch_env
 from mindspeed_rl_plugin.generators.launcher_ranks import init_group, store
-from mindspeed_rl_plugin.processes import began
 from mindspeed_rl_plugin.ranks import gather_all, wait_at_most
 from mindspeed_rl_plugin.tools.doctor.links import COLLECTIVES, POINT_TO_POINT, SPEED, link_checks
 from mindspeed_rl_plugin.tools.doctor.machine import CLOCK, HELD, OWN_DEVICE, PORTS, device_checks
@@ -39,7 +37,8 @@ _EXIT_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)",
 RANK_CHECKS = {"machine": (OWN_DEVICE, HELD), "memory": (FREED, *COPIES, BANDWIDTH)}
 RANK_CHECKS |= {"links": (RANKS_START, SPEED, POINT_TO_POINT, *COLLECTIVES)}
 # check -> checks whose failure explains that it fails, for `explained`
-CAUSES: dict[str, Sequence[str]] = {name: (OWN_DEVICE, HELD) for name in (SPEED, *RANK_CHECKS["memory"])}
+CAUSES: dict[str, Sequence[str]] = dict.fromkeys(RANK_CHECKS["memory"], (OWN_DEVICE,))
+CAUSES |= {name: (OWN_DEVICE, HELD) for name in (SPEED, BANDWIDTH)}
 CAUSES |= {POINT_TO_POINT: (OWN_DEVICE, HELD, SPEED), CLOCK: (PORTS,)}
 CAUSES |= {name: (OWN_DEVICE, HELD, SPEED, POINT_TO_POINT) for name in COLLECTIVES}
 
@@ -49,8 +48,7 @@ def main(folder: str, deadline: str) -> int:
     faulthandler.dump_traceback_later(float(deadline), exit=True)  # also if the caller was killed
     with open(Path(folder, f"rank-{launch_env()['rank']}.jsonl"), "w", buffering=1) as file:
         for part, name, call in _steps(get_device(), float(deadline) / 5):
-            me = {"process": os.getpid(), "since": began(os.getpid())}
-            print(json.dumps({"begins": name, "part": part, "at": time.time(), **me}), file=file)
+            print(json.dumps({"begins": name, "part": part, "at": time.time()}), file=file)
             broken = False
             try:
                 found = call()
@@ -93,24 +91,12 @@ def run(nodes: Nodes, folder: Path, deadline: float) -> list[Result]:
             lines[rank] = [{"begins": RANKS_START, "part": "links", "at": first}]
             with contextlib.suppress(OSError, ValueError), open(folder / f"rank-{rank}.jsonl") as file:
                 lines[rank] += map(json.loads, file)
-            for line in lines[rank][1:2]:  # the first that the rank wrote
-                _kill(line["process"], line["since"])
     found = [(rank, line) for rank, mine in lines.items() for line in mine if "result" in line]
     found = [(rank, Result(**line["result"])) for rank, line in sorted(found, key=lambda pair: pair[1]["at"])]
     status = {int(rank): code for rank, code in _EXIT_STATUS.findall("\n".join(done.lines))}
     results = merge([*found, *_unfinished({rank: mine[-1] for rank, mine in lines.items()}, status)])
     ran, every = {r.check for r in results}, [(part, name) for part, names in RANK_CHECKS.items() for name in names]
     return results + [Result(*check, NOT_RUN, "an earlier check failed") for check in every if check[1] not in ran]
-
-
-def _kill(process: int, since: int) -> None:
-    """Kill a rank if it still runs. Waits at most five seconds, since a driver may keep a process."""
-    for _ in range(500):
-        if began(process) != since:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        time.sleep(0.01)
 
 
 def _unfinished(last: dict[int, dict[str, Any]], status: dict[int, str]) -> Iterator[tuple[int, Result]]:

@@ -13,7 +13,8 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
 # Texts that belong to the user: addresses, folders, and names of machines in errors of sockets.
 _PRIVATE = re.compile(
-    r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<![\w.])~?(?:/[\w.@+-]+){2,}/?|\[[0-9a-f:]+:[0-9a-f:]*\]"
+    r"\w+://\S+|[\w.+-]+@[\w.-]+|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<=[A-Z_]=)\S+"
+    r"|(?<![\w.<])~?/[\w.@+-][^:,;)'\"<>]*|\b(?:[\w.-]+/){2,}[\w.-]+|\[?\b[0-9a-f]{1,4}:[0-9a-f:]*:[0-9a-f:]+\]?"
 )
 
 
@@ -81,12 +82,19 @@ def guilty(results: Iterable[Result]) -> list[Result]:
 
 def table(results: Sequence[Result]) -> str:
     """The results as a table of text; below it, for each failure, what to do."""
-    rows = [(r.part, _named(r), r.verdict, r.figure, r.limit) for r in results]
+    rows = [(r.part, _named(r), r.verdict, _short(r.figure), r.limit) for r in results]
     lines = aligned([("part", "check", "result", "figure", "limit"), *rows], 5)
     for r in results:
         if r.verdict == FAIL:
-            lines.append(f"\n{r.part}: {_named(r)}: {f'follows from {r.follows}' if r.follows else r.fix}")
+            whole = "" if _short(r.figure) == r.figure else f"{r.figure}\n"
+            lines.append(f"\n{r.part}: {_named(r)}: {whole}{f'follows from {r.follows}' if r.follows else r.fix}")
     return "\n".join(lines)
+
+
+def _short(figure: str) -> str:
+    """A figure for the table, at most 70 characters in one line."""
+    line = " ".join(figure.split())
+    return line if len(line) <= 70 else line[:67] + "..."
 
 
 def without_private(text: str) -> str:

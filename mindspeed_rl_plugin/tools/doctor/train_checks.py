@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import shutil
 import time
@@ -22,7 +23,7 @@ from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, read_metrics
 from mindspeed_rl_plugin.tools.convert import to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.doctor import compare, small_models
-from mindspeed_rl_plugin.tools.doctor.engine_checks import LOGP_LIMITS, TELL_US
+from mindspeed_rl_plugin.tools.doctor.engine_checks import BUILD, LOADED, LOGP_LIMITS, TELL_US
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, run
@@ -30,7 +31,8 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.rehearse.substitutes import VARIED, make_tokenizer
 
-RATIO_LIMITS = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
+# Largest distance of a ratio from 1: the pass before the update runs the same kernels.
+RATIO_LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03}
 _train_check = partial(Check, "trainer")
 ARRIVE = _train_check(
     "weights arrive",
@@ -42,18 +44,18 @@ FINITE = _train_check(
     "no NaN, no infinity",
     "the trainer's own weights are broken, not the transfer: look at the optimizer and at the kernels of the update",
 )
-RUNS = _train_check("three GRPO iterations", "3 iterations", "the message says why the job ended", (ARRIVE, FINITE))
+RUNS = _train_check("GRPO iterations", "they run to their end", "the message says why not", (ARRIVE, FINITE, BUILD))
 WHERE = _train_check(
     "where they part",
-    "nowhere: at most {noise:g} of the root mean square",
+    "nowhere: at most {noise:g} of a token's norm",
     "what computes this first place differs: its weights, its flags in the launch script, its kernel in the engine",
-    (ARRIVE, FINITE),
+    (ARRIVE, FINITE, LOADED),
 )
 AGREE = _train_check(
     "log-probs of trainer and engine",
     "at most {nats:g} nats (mean)",
     "trainer and engine agree on one prompt and not on many: look at sampling (temperature, top-p) and at batches",
-    (ARRIVE, FINITE, WHERE),
+    (ARRIVE, FINITE, LOADED, WHERE),
 )
 RATIO = _train_check(
     "ratio of the first update",
@@ -80,16 +82,14 @@ TRAIN_CHECKS = (ARRIVE, FINITE, RUNS, WHERE, AGREE, RATIO, GROWTH, RESUME, KILLE
 LAYOUTS = {"dense": ("tp", "pp", "dp"), "experts": ("ep", "tp"), "latent attention": ("pp", "tp")}
 _SPREAD = "--rl-generate-tp {0} --rl-generate-ep {0}"  # flags of engines that divide the experts; {0}: ranks
 _FIXED = """
-    --transformer-impl local --seq-length 64 --micro-batch-size 2 --global-batch-size 16 --train-iters 4 --lr 1e-3
+    --transformer-impl local --seq-length 64 --micro-batch-size 2 --train-iters 4 --lr 1e-3
     --lr-decay-style constant --weight-decay 0 --seed 1 --log-interval 1 --eval-iters 0 --eval-interval 1000
     --save-interval 1 --ckpt-format torch --use-distributed-optimizer --tokenizer-type HuggingFaceTokenizer
     --attention-dropout 0 --hidden-dropout 0 --rl-algorithm grpo --rl-samples-per-prompt 4 --rl-max-prompt-length 16
     --rl-max-response-length 16 --rl-kv-cache-gb 0.05 --rl-reward-workers 1 --rl-old-logprobs pass --no-rl-progress
-    --rl-verify-weights --rl-wait-timeout 60
-"""
-_ON_A_HOST = """
-    --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
-    --no-rope-fusion --no-bias-dropout-fusion --attention-backend unfused --distributed-backend gloo
+    --rl-verify-weights --rl-wait-timeout 60 --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion
+    --attention-backend unfused
 """
 # Flags of a launch that `compare_launch` removes.
 _NOT_COMPARED = "--save --rl-run-dir --rl-dump-dir --rl-eval-data --rl-eval-every --rl-generators --async-save"
@@ -98,7 +98,7 @@ _DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 _TIMES = re.compile(r"time|seconds/.*|.*seconds|tokens_per_second.*|dock/.*|peak_bytes/.*|reshard/.*|idle/.*")
 _BROKEN = re.compile(r"(WeightMismatch|BrokenWeights): (.*)")
 _ENDS_WITHIN = 60  # seconds from the end of a rank to the end of its job
-_GROWTH_LIMITS = {True: 128 << 20, False: 16 << 20}  # bytes; on a host they are those of the process
+_GROWTH_LIMITS = {True: 128 << 20, False: 64 << 20}  # bytes; on a host they are those of the process
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ class TrainBench:
     dtype: str = "float32"
     host: bool = True
     seconds: float = 300.0  # limit of a job
+    cwd: Path | None = None  # None: a folder of the job
 
     def prepare(self) -> list[str]:
         """Write tokenizer, prompts and a grader. Returns the flags of all jobs."""
@@ -120,12 +121,13 @@ class TrainBench:
         (grader := self.scratch / "varied.py").write_text(VARIED)
         tokenizer = make_tokenizer(self.scratch / "tokenizer")
         data = ["--tokenizer-model", tokenizer, "--rl-prompt-data", prompts, "--rl-reward", f"{grader}:grade"]
-        host = _ON_A_HOST.split() if self.host else []
-        return [*_FIXED.split(), *host, *_DTYPE_FLAGS[self.dtype], *map(str, data)]
+        own = ["--global-batch-size", str(8 * self.nodes.ranks)]
+        own += ["--distributed-backend", "gloo"] if self.host else []
+        return [*_FIXED.split(), *own, *_DTYPE_FLAGS[self.dtype], *map(str, data)]
 
     def model(self, name: str, axis: str, folder: Path) -> list[str]:
         """Write a small model as a checkpoint, in a new folder. Returns its flags, those of its layout, and --load."""
-        ranks = min(2, self.nodes.ranks * self.nodes.count)
+        ranks = min(2, self.nodes.ranks)
         (hf := folder / "hf").mkdir(parents=True)
         small_models.write_model(name, small_models.random_weights(name, 0, getattr(torch, self.dtype)), hf)
         sizes = {} if axis == "dp" else {axis: ranks}
@@ -142,7 +144,7 @@ class TrainBench:
         """Run a job that compares trainer and engine, in a new folder."""
         folder.mkdir()
         command = self.nodes.torchrun("-m", compare.__name__, str(folder), str(self.script), *argv)
-        return run(command, folder / "log", self.seconds, env={**self.env, **env}, cwd=folder)
+        return run(command, folder / "log", self.seconds, env={**self.env, **env}, cwd=self.cwd or folder)
 
 
 def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], full: bool) -> Iterator[Result]:
@@ -152,37 +154,43 @@ def check_model(name: str, axis: str, bench: TrainBench, fixed: Sequence[str], f
     save = folder / "save"
     argv = [*fixed, *bench.model(name, axis, folder), "--save", str(save)]
     done = bench.job(folder / "job", [*argv, "--exit-interval", "3"])
-    if bench.nodes.index:  # the first machine has the metrics
-        yield _where(where, [folder / "job"], False) if done.ok else RUNS.result(False, reason(done), where)
-        return
     lines = _metrics(save)
     yield from _ran(where, done, lines)
     if lines:
         yield from _agreement(where, lines, folder, argv, bench)
-        moved, limit = max(abs(line["ratio/mean"] - 1) for line in lines), RATIO_LIMITS[bench.dtype]
+        names, limit = ("ratio/min", "ratio/max"), RATIO_LIMITS[bench.dtype]
+        moved = max(abs(_number(name, line) - 1) for name in names for line in lines)
         yield RATIO.result(moved <= limit, f"1 +- {moved:.2g}", where, ratio=limit)
     if len(lines) == 3:
         worst, grown = _worst_growth(lines)
         most = _GROWTH_LIMITS[bench.host]
         yield GROWTH.result(grown <= most, f"{grown / 2**20:+.0f} MiB in {worst}", where, mib=most >> 20)
         if full or name == "dense" and axis == LAYOUTS[name][0]:
-            alone = bench.nodes.count == 1
-            late = (check.not_run("the machines share no folder", where) for check in (RESUME, KILLED))
-            yield from _resumed(where, folder, argv, bench) if alone else late
+            yield from _resumed(where, folder, argv, bench)
 
 
 def compare_launch(bench: TrainBench, argv: Sequence[str]) -> Iterator[Result]:
     """One iteration of the user's own launch. argv: of its entry script; those that would write to the user's folders,
     or would let other processes generate, are replaced."""
     given = Flags.parse(argv)
+    for flag, most in (("--context-parallel-size", 1), ("--noop-layers", 0)):
+        if given.number(flag, most) > most:
+            raise ValueError(f"--compare with {flag} {given.get(flag)}: leave it out, the places have no counterparts")
     given.apply("", _NOT_COMPARED)
     (folder := bench.scratch / "launch").mkdir()
     words = [*given.argv(), "--save", str(folder / "save"), "--rl-schedule", "sync", "--exit-interval", "1"]
-    done = bench.job(folder / "job", words)
+    done = bench.job(folder / "job", words, **{compare.SAVES_NOT: "1"})
     lines = _metrics(folder / "save")
-    yield RUNS.result(bool(lines), f"{done.seconds:.0f} s" if lines else reason(done), "your launch")
-    if lines:
+    yield RUNS.result(done.ok, f"{done.seconds:.0f} s" if done.ok else reason(done), "your launch")
+    if bench.nodes.index and done.ok:  # the first machine has the metrics
+        yield _where("your launch", [folder / "job"], False)
+    elif lines:
         yield from _agreement("your launch", lines[:1], folder, words, bench)
+
+
+def _number(name: str, line: Mapping[str, Any]) -> float:
+    """A metric; NaN and infinity, which metrics.jsonl has as null, as infinity."""
+    return math.inf if line[name] is None else line[name]
 
 
 def _metrics(save: Path) -> list[dict[str, Any]]:
@@ -194,8 +202,8 @@ def _agreement(
 ) -> Iterator[Result]:
     """Where trainer and engine part, and how far their log-probs are from each other. An engine with graphs hides its
     places: if the log-probs differ, an iteration runs once more without graphs."""
-    far, limit = max(line["logp_diff/mean"] for line in lines), LOGP_LIMITS[bench.dtype]
-    if far > limit and not bench.host:
+    far, limit = max(map(partial(_number, "logp_diff/mean"), lines)), LOGP_LIMITS[bench.dtype]
+    if far > limit and not bench.host and bench.nodes.count == 1:
         again = [*argv, "--save", str(folder / "eager-save"), "--exit-interval", "1"]
         bench.job(folder / "eager", again, **{compare.EAGER: "1"})
     yield _where(where, [folder / "job", folder / "eager"], far > limit)
@@ -228,7 +236,7 @@ def _where(where: str, folders: Sequence[Path], differ: bool) -> Result:
     if not parted:
         worst = max(max(row["far"].values()) for row, _ in rows)
         return WHERE.result(True, f"largest difference {worst:.2g}", where, noise=noise)
-    row, rank = min(parted, key=lambda one: one[0]["version"])
+    row, rank = min(parted, key=lambda one: (one[0]["version"], compare.depth(one[0]["first"]["place"])))
     place, token = row["first"]["place"], row["first"]["token"]
     when = "of the prompt" if token < row["first"]["of_prompt"] else "in decoding"
     figure = f"{place}: {row['far'][place]:.2g} on rank {rank}, token {token} {when}, weights {row['version']}"
@@ -238,7 +246,7 @@ def _where(where: str, folders: Sequence[Path], differ: bool) -> Result:
 def _worst_growth(lines: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
     """The stage whose peak grew most from iteration 2 to 3, and by how many bytes; the first iteration allocates what
     is kept."""
-    grown = {n: lines[2][n] - lines[1][n] for n in lines[1] if n.startswith("peak_bytes/") and n in lines[2]}
+    grown = {"": 0} | {n: lines[2][n] - lines[1][n] for n in lines[1] if n.startswith("peak_bytes/") and n in lines[2]}
     worst = max(grown, key=grown.__getitem__)
     return worst.partition("/")[2], grown[worst]
 
@@ -250,7 +258,7 @@ def _resumed(where: str, folder: Path, argv: Sequence[str], bench: TrainBench) -
     for late in (2, 3):
         shutil.rmtree(save / f"iter_{late:07d}")
     (save / TRACKER).write_text("1")
-    last, began = bench.nodes.ranks * bench.nodes.count - 1, time.time()
+    last, began = bench.nodes.ranks - 1, time.time()
     done = bench.job(again_in, argv, **{compare.KILLS: f"{last}:3"})
     again = [line for line in read_metrics(save / "rl") if line["iteration"] in (2, 3) and line["time"] > began]
     if len(again) < 2:

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -27,6 +28,7 @@ from torch.distributed.run import get_args_parser
 
 from mindspeed_rl_plugin.tools.rehearse import confine
 
+_MARK = "MINDSPEED_RL_STARTED_BY"  # environment variable that marks the processes of one command
 IN_BACKGROUND = 5.0  # seconds after the script's end in which a launch in the background (&) is awaited
 # Commands that start training on other machines, in a container, or without torchrun.
 OTHER_LAUNCHERS = "ssh pdsh clush srun sbatch mpirun docker podman nerdctl kubectl sudo su deepspeed accelerate msrun"
@@ -38,7 +40,7 @@ STOOD_IN_FOR = """
     npu-smi hccn_tool msnpureport pip pip3 conda apt apt-get yum dnf
 """
 # Variables of bash and of the stand-ins, not of the script.
-_BASH_VARIABLES = ("_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
+_BASH_VARIABLES = (_MARK, "_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,12 @@ def run(
     until: Callable[[], bool] = lambda: True,
 ) -> Done:
     """Run a command with its output in `log`. Its processes are killed when it ends (see `until`) or after `timeout`
-    seconds. until: whether work that it left in the background is done; after a successful end this is awaited for
-    at most IN_BACKGROUND seconds, before the processes are killed."""
+    seconds, also those in sessions of their own, as torchrun starts them. until: whether work that it left in the
+    background is done; after a successful end this is awaited for at most IN_BACKGROUND seconds, before the processes
+    are killed."""
     streams, began = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}, time.monotonic()
+    mark = f"{_MARK}={uuid.uuid4().hex}"
+    env = {**env, _MARK: mark.partition("=")[2]}
     with open(log, "wb") as out:
         process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, start_new_session=True, **streams)
         try:
@@ -137,7 +142,24 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            _kill_marked(mark.encode())
     return Done(log.stem, code, time.monotonic() - began, log.read_text(errors="replace").splitlines())
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kill the processes that have a variable in their environment. Waits at most five seconds for their ends."""
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                found += [int(path.parent.name)] if mark in path.read_bytes().split(b"\0") else []
+        for process in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.05)
 
 
 def _stand_ins(record: Path, own: Path, confined: bool) -> dict[str, str]:
@@ -165,7 +187,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
     if done.code is None:
         return (
-            f"{script} did not reach torchrun within {done.seconds:.0f} s (rehearse: --timeout); does it wait for an "
+            f"{script} did not reach torchrun within {done.seconds:.0f} s; does it wait for an "
             "event?"
         )
     if away := [line for line in skipped if line.split()[0] in OTHER_LAUNCHERS.split()]:

@@ -33,6 +33,8 @@ def report(
 
 def differ(a: float, b: float, limit: float) -> bool:
     """Whether two numbers differ by more than `limit`, relative to the larger one, absolute below 1."""
+    if math.isnan(a) or math.isnan(b):
+        return math.isnan(a) != math.isnan(b)
     return a != b and abs(a - b) > limit * max(1.0, abs(a), abs(b))
 
 
@@ -40,7 +42,9 @@ def numbers(recorded: Row, again: Row, limit: float) -> Iterator[str]:
     """Each number of a step beside the recorded one. Those that differ come first; in the register rewards are before
     log-probs, these before the loss, so the first is near to the cause."""
     every = [name for name in dict.fromkeys((*METRICS, *again)) if not _OTHERS.fullmatch(name)]
-    names = [name for name in every if None not in (recorded.get(name), again.get(name))]
+    nan = {name: math.nan for name in every}  # NaN and infinity are null in metrics.jsonl
+    recorded, again = ({n: nan[n] if v is None else v for n, v in row.items() if n in nan} for row in (recorded, again))
+    names = [name for name in every if name in recorded and name in again]
     wrong = [name for name in names if differ(recorded[name], again[name], limit)]
     how = f"the first other one is {wrong[0]}" if wrong else f"within {limit:g}" if limit else "bit for bit"
     yield f"{len(names) - len(wrong)} of {len(names)} numbers are the recorded ones, {how}"
