@@ -87,8 +87,9 @@ def test_numbers_that_differ_come_first():
     again = {**before, "loss": 1.00005, "reward/mean": 0.6, "seconds/update": 2.0}
     head, _, *lines = compared.numbers(before, again, 0.0)
     assert head == "2 of 4 numbers are the recorded ones, the first other one is reward/mean"
-    assert [line.split()[0] for line in lines] == ["reward/mean", "loss", "lr"]
-    assert next(compared.numbers(before, before, 0.0)) == "3 of 3 numbers are the recorded ones, bit for bit"
+    assert [line.split()[0] for line in lines] == ["reward/mean", "loss", "kl/ref", "lr"]
+    assert next(compared.numbers(before, {**before, "lr": None}, 0.0)).endswith("the first other one is lr"), "NaN"
+    assert next(compared.numbers(before, before, 0.0)) == "4 of 4 numbers are the recorded ones, bit for bit"
     assert next(compared.numbers(before, {**before, "loss": 1.00005}, 1e-4)).endswith("ones, within 0.0001")
 
 
