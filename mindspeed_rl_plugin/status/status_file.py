@@ -104,7 +104,8 @@ class StatusFile:
         threads = [(name, [e._asdict() for e in list(entries)]) for (name, _), entries in list(_threads.items())]
         facts: dict[str, list[Any]] = {}
         for name, fact in list(_facts.items()):
-            facts.setdefault(name.split()[0], []).extend(fact())
+            with contextlib.suppress(Exception):  # else the thread would end, and the process would seem lost
+                facts.setdefault(name.split()[0], []).extend(fact())
         status = {**self._about, "now": time.time(), "ended": ended[:500], "said": last_line()[-500:]}
         full = status | {"threads": threads, "facts": facts}
         short = status | {"threads": [(name, entries[-1:]) for name, entries in threads[:20]], "facts": {}}

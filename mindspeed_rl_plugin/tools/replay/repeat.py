@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, has_state, iteration_dir
+from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import REPLAY
 from mindspeed_rl_plugin.monitor.dump import REPLAYED
 from mindspeed_rl_plugin.monitor.run_files import OWNER_FILE, dump_file, read_jsonl, read_metrics, read_run
@@ -80,7 +81,9 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
     save, number = args.save.absolute(), args.iteration
     about, numbers, checkpoint, dumped = recorded(save, args.run_dir or save / "rl", number)
     launch, steps = about["launch"], number - checkpoint - 1
-    ranks = args.ranks or launch["ranks"]
+    ranks, device = args.ranks or launch["ranks"], get_device()
+    if not device.is_cpu and ranks > device.api.device_count():
+        raise ValueError(f"the job had {ranks} ranks, and here are {device.api.device_count()} devices: give --ranks N")
     print(f"iteration {number}, from the checkpoint of {checkpoint}; {steps} steps in between are repeated", flush=True)
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as view:
         os.symlink(iteration_dir(str(save), checkpoint), iteration_dir(view, checkpoint))
