@@ -28,7 +28,7 @@ from torch.distributed.run import get_args_parser
 
 from mindspeed_rl_plugin.tools.rehearse import confine
 
-_MARK = "MINDSPEED_RL_STARTED_BY"  # environment variable that marks the processes of one command
+_STARTED_BY = "MINDSPEED_RL_STARTED_BY"  # environment variable that marks the processes of one command
 IN_BACKGROUND = 5.0  # seconds after the script's end in which a launch in the background (&) is awaited
 # Commands that start training on other machines, in a container, or without torchrun.
 OTHER_LAUNCHERS = "ssh pdsh clush srun sbatch mpirun docker podman nerdctl kubectl sudo su deepspeed accelerate msrun"
@@ -40,7 +40,7 @@ STOOD_IN_FOR = """
     npu-smi hccn_tool msnpureport pip pip3 conda apt apt-get yum dnf
 """
 # Variables of bash and of the stand-ins, not of the script.
-_BASH_VARIABLES = (_MARK, "_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
+_BASH_VARIABLES = (_STARTED_BY, "_", "SHLVL", "PWD", "OLDPWD", "PATH", "BASH_ENV", "TMPDIR")
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ def run(
     background is done; after a successful end this is awaited for at most IN_BACKGROUND seconds, before the processes
     are killed."""
     streams, began = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}, time.monotonic()
-    mark = f"{_MARK}={uuid.uuid4().hex}"
-    env = {**env, _MARK: mark.partition("=")[2]}
+    mark = f"{_STARTED_BY}={uuid.uuid4().hex}"
+    env = {**env, _STARTED_BY: mark.partition("=")[2]}
     with open(log, "wb") as out:
         process = subprocess.Popen(command, env=env, cwd=cwd, stdout=out, start_new_session=True, **streams)
         try:
