@@ -104,7 +104,7 @@ def _status(path: Path) -> dict[str, Any]:
 def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
     """(text, seconds) of what the processes wait for, the longest time first. Only the first kind that is found is
     returned: lost processes, else silent links, else processes outside of the ranks (first those in the facts "late"),
-    else ranks that work while others wait."""
+    else ranks that work while others wait, else ranks that stay in a stage which others have left."""
     lost = [(f"{s.name} on {host(s)}: {s.how()}; its last status: {s.where()}", s.silent) for s in seen if s.lost]
     alive = [s for s in seen if not s.lost and not s.ended]
     names = {s.name: s for s in seen}
@@ -127,8 +127,16 @@ def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
         for s in alive
         if waited and not any(whom for _, whom, _ in s.inner[:1])
     ]
+    working = [(s, s.inner[0]) for s in alive if s.name.startswith("rank ") and s.inner]
+    behind = [  # Megatron's own collectives say of nobody that they wait for it
+        (f"{s.name} on {host(s)}: {s.where()}, while other ranks are in another stage", seconds)
+        for s, (what, _, seconds) in working
+        if any(other != what for _, (other, _, _) in working)
+    ]
+    most = max((seconds for _, seconds in behind), default=0.0) - LATE_SECONDS
+    behind = [(text, seconds) for text, seconds in behind if seconds > max(most, LATE_SECONDS)]
     return next(
-        ([*sorted(found, key=lambda pair: -pair[1])] for found in (lost, cut, late, outside, busy) if found), []
+        ([*sorted(found, key=lambda pair: -pair[1])] for found in (lost, cut, late, outside, busy, behind) if found), []
     )
 
 
@@ -168,7 +176,7 @@ def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
     absent = sorted({*range(max(s.ranks for s in seen))} - {_rank(s) for s in seen})
     found += [f"rank {rank}, which has not written a status here" for rank in absent]
     if not found:
-        yield "no process is late, as far as the status files show"
+        yield "no process is late, as far as the status files show; `doctor --job SAVE --stacks` shows more"
     yield from (f"{'also late' if n else 'late first'}: {what}" for n, what in enumerate(found[:4]))
 
 

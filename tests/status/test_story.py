@@ -84,6 +84,20 @@ def test_the_rank_that_works_while_the_others_wait(job):
     assert job.first == "late first: rank 1 on far: logp_old for 94 s"
 
 
+def test_the_rank_that_stays_in_a_stage_while_nobody_says_for_whom_it_waits(job):
+    """A collective of Megatron's own hangs."""
+    for rank in range(3):
+        job.add(f"rank {rank}", ("update", "", 300))
+    job.add("rank 3", ("logp_old", "", 330))
+    assert job.first == "late first: rank 3 on far: logp_old for 330 s, while other ranks are in another stage"
+    job.add("rank 3", ("update", "", 301))
+    assert job.first.startswith("no process is late, as far as the status files show; `doctor --job SAVE --stacks`")
+    job.add("rank 3", ("logp_old", "", 2))
+    for rank in range(3):
+        job.add(f"rank {rank}", ("update", "", 1))
+    assert job.first.startswith("no process is late"), "stages begin at about the same time"
+
+
 def test_a_rank_that_never_wrote(job):
     job.add("rank 0", COLLECTIVE)
     assert job.first == "late first: rank 1, which has not written a status here"
