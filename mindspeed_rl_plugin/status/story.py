@@ -127,6 +127,7 @@ def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
         for s in alive
         if waited and not any(whom for _, whom, _ in s.inner[:1])
     ]
+    busy = [(text, seconds) for text, seconds in busy if seconds > LATE_SECONDS]
     working = [(s, s.inner[0]) for s in alive if s.name.startswith("rank ") and s.inner]
     behind = [  # Megatron's own collectives say of nobody that they wait for it
         (f"{s.name} on {host(s)}: {s.where()}, while other ranks are in another stage", seconds)
@@ -175,7 +176,9 @@ def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
     found = [what for what, _ in suspects(seen)]
     absent = sorted({*range(max(s.ranks for s in seen))} - {_rank(s) for s in seen})
     found += [f"rank {rank}, which has not written a status here" for rank in absent]
-    if not found:
+    if all(s.ended == IN_ORDER for s in seen):
+        yield "the job has ended; all its processes ended in order"
+    elif not found:
         yield "no process is late, as far as the status files show; `doctor --job SAVE --stacks` shows more"
     yield from (f"{'also late' if n else 'late first'}: {what}" for n, what in enumerate(found[:4]))
 

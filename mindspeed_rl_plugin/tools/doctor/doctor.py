@@ -29,6 +29,7 @@ from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_
 from mindspeed_rl_plugin.tools.doctor.engine_checks import TELL_US
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import (
+    FAIL,
     NOT_RUN,
     Result,
     ResultFile,
@@ -48,7 +49,7 @@ from mindspeed_rl_plugin.tools.report.report import embed
 ENGINE_SECONDS = 300.0  # limit of a process of the engine checks, and of running SCRIPT.sh
 ALL_CAUSES = rank_checks.CAUSES | causes_of((*engine_checks.ENGINE_CHECKS, *train_checks.TRAIN_CHECKS))
 _OTHERS_FIX = "start doctor on all machines at once; look at the output of that one"
-DOCTOR_PARTS = ("machine", "ranks", "engine", "trainer")
+DOCTOR_PARTS = ("machine", "memory", "links", "engine", "trainer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     made."""
     options = _parser().parse_args(argv)
     try:
+        if options.keep and Path(options.keep).exists():
+            raise ValueError(f"--keep {options.keep}: it exists; give the name of a new folder")
+        if options.stacks and not options.job:
+            raise ValueError("--stacks needs --job SAVE")
         if options.compare and not options.script:
             raise ValueError("--compare needs SCRIPT.sh, a launch script with --rl-* flags and --load")
         if options.job:
@@ -77,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if nodes.index:
         return 0
     print(table(results))
+    if options.out:
+        print(f"\n{options.out} has these results for a bug report")
     bad = guilty(results)
     ran = sum(r.verdict != NOT_RUN for r in results)
     print(f"\n{f'{len(bad)} at fault' if bad else 'nothing is at fault'} ({ran} of {len(results)} checks ran)")
@@ -125,12 +132,13 @@ class _Doctor:
         else:
             parts = {
                 "machine": lambda: self._machine(launch, flags),
-                "ranks": lambda: self._ranks(60.0 if cpu else 240.0),
+                "memory": lambda: self._ranks(60.0 if cpu else 240.0),
                 "engine": lambda: self._engine(dtype, cpu),
                 "trainer": lambda: self._trainer(launch, dtype),
             }
-        for name in parts if self.options.compare else self.options.only:
-            _say({"ranks": "memory and links"}.get(name, name))
+        only = ["memory" if name == "links" else name for name in self.options.only]  # the same processes
+        for name in parts if self.options.compare else dict.fromkeys(only):
+            _say("memory and links" if name == "memory" else name)
             try:
                 yield from parts[name]()
             except (ValueError, OSError, RuntimeError, TypeError, LookupError) as error:
@@ -265,7 +273,7 @@ def _gathered(nodes: Nodes, store: object, mine: list[Result]) -> list[Result]:
         for row in rows:
             r = Result(**row)
             known = out.setdefault((r.part, r.check, r.where, r.verdict), r)
-            if known is not r and r.verdict == "FAIL":
+            if known is not r and r.verdict == FAIL:
                 out[r.part, r.check, f"{r.where} machine {index}".strip(), r.verdict] = r
     store.set("doctor/done", "")
     return list(out.values())
@@ -300,14 +308,15 @@ def _say(what: str) -> None:
 def page(results: Sequence[Result]) -> str:
     """One HTML page of results, with the same as JSON in it; without addresses, folders, and names of this machine and
     user."""
-    names = [name for name in (socket.gethostname(), os.environ.get("USER", ""), Path.home().name) if len(name) > 1]
+    private = {socket.gethostname(), os.environ.get("USER", ""), Path.home().name} - {"", "root"}
 
     def clean(text: str) -> str:
-        for name in names:
+        for name in private:
             text = text.replace(name, "...")
         return without_private(text)
 
-    rows = [{k: clean(v) for k, v in dataclasses.asdict(r).items()} for r in results]
+    rows = [{**dataclasses.asdict(r), "figure": clean(r.figure), "where": clean(r.where)} for r in results]
+    rows = [{**row, "fix": row["fix"] if row["verdict"] == FAIL else ""} for row in rows]
     data = {"versions": versions(), "device": get_device().kind, "time": int(time.time()), "results": rows}
     head = ("part", "check", "where", "verdict", "figure", "limit", "follows", "fix")
     cells = [[html.escape(row[name]) for name in head] for row in rows]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -54,7 +55,10 @@ def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int
     for path in needed:
         if not path.exists():
             raise ValueError(f"{path}, a rollout that the replay needs, is missing: put it back")
-        names = pq.read_schema(path).names
+        try:
+            names = pq.read_schema(path).names
+        except OSError as error:
+            raise ValueError(f"{path} is damaged ({error}): put an undamaged copy there") from error
         if lacking := [name for name in REPLAYED if name not in names]:
             raise ValueError(f"{path} has no column {', '.join(lacking)}; {old}")
         if "turns" in names:
@@ -82,6 +86,8 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
     about, numbers, checkpoint, dumped = recorded(save, args.run_dir or save / "rl", number)
     launch, steps = about["launch"], number - checkpoint - 1
     ranks, device = args.ranks or launch["ranks"], get_device()
+    if ranks < 1:
+        raise ValueError(f"--ranks {ranks}: give 1 or more")
     if not device.is_cpu and ranks > device.api.device_count():
         raise ValueError(f"the job had {ranks} ranks, and here are {device.api.device_count()} devices: give --ranks N")
     print(f"iteration {number}, from the checkpoint of {checkpoint}; {steps} steps in between are repeated", flush=True)
@@ -89,7 +95,7 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
         os.symlink(iteration_dir(str(save), checkpoint), iteration_dir(view, checkpoint))
         Path(view, TRACKER).write_text(str(checkpoint))
         asked = {"dumps": about["dump_dir"], "iteration": number, "sample": args.sample, "out": view}
-        environment = {**os.environ, REPLAY: json.dumps(asked)}
+        environment = {**os.environ, REPLAY: json.dumps(asked), "TMPDIR": view}
         words, folder = command(launch["words"], view, ranks, number, flags), Path(launch["directory"])
         done = run(words, Path(view, "log"), float("inf"), env=environment, cwd=folder)
         rows = [row for path in sorted(Path(view).glob("rows-rank*.jsonl")) for row in read_jsonl(path)]
@@ -113,8 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", metavar="ROLLOUT,GROUP,MEMBER", type=sample_id, help="a response to show in full")
     parser.add_argument("--ranks", metavar="N", type=int, help="ranks, on this machine (default: as the job trained)")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the job's --rl-run-dir (default: SAVE/rl)")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job's processes are ended
     try:
         print(replay(parser.parse_args(words[:at]), words[at + 1 :]))
+    except KeyboardInterrupt:
+        print("replay: interrupted", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1
