@@ -71,10 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if options.out:
             write_text(options.out, "")  # a folder that cannot be written is noticed before minutes of checks
-        results: list[Result] = []
+        results, whole = list[Result](), False
         with contextlib.suppress(KeyboardInterrupt), _folder(options) as folder:
             for one in _Doctor(options, nodes, store, folder).results():
                 results.append(one)
+            whole = True
         results = explained(_gathered(nodes, store, results), ALL_CAUSES)
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
@@ -89,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{f'{len(bad)} at fault' if bad else 'nothing is at fault'} ({ran} of {len(results)} checks ran)")
     if options.out:
         write_text(options.out, page(results))
-    return 1 if bad else 0
+    if not whole:
+        print("interrupted: the other checks did not run")
+    return 1 if bad else 0 if whole else 130
 
 
 def _parser() -> argparse.ArgumentParser:
