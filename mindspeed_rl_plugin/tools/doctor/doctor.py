@@ -53,8 +53,8 @@ DOCTOR_PARTS = ("machine", "memory", "links", "engine", "trainer")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m mindspeed_rl_plugin doctor`. Returns 1 if a check fails or, with a message, cannot be
-    made."""
+    """`python -m mindspeed_rl_plugin doctor`. Returns 1 if a check fails or, with a message, cannot be made; 130 if it
+    was interrupted."""
     options = _parser().parse_args(argv)
     try:
         if options.keep and Path(options.keep).exists():
@@ -84,12 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(table(results))
     if options.out:
+        write_text(options.out, page(results))
         print(f"\n{options.out} has these results for a bug report")
     bad = guilty(results)
     ran = sum(r.verdict != NOT_RUN for r in results)
     print(f"\n{f'{len(bad)} at fault' if bad else 'nothing is at fault'} ({ran} of {len(results)} checks ran)")
-    if options.out:
-        write_text(options.out, page(results))
     if not whole:
         print("interrupted: the other checks did not run")
     return 1 if bad else 0 if whole else 130
@@ -131,16 +130,16 @@ class _Doctor:
         if self.options.compare:
             if "--rl-algorithm" not in flags:
                 raise ValueError(f"--compare {self.options.script}: it has no --rl-algorithm; add its --rl-* flags")
-            parts = {"trainer": lambda: train_checks.compare_launch(self._bench(launch, dtype), launch.arguments)}
-        else:
-            parts = {
-                "machine": lambda: self._machine(launch, flags),
-                "memory": lambda: self._ranks(60.0 if cpu else 240.0),
-                "engine": lambda: self._engine(dtype, cpu),
-                "trainer": lambda: self._trainer(launch, dtype),
-            }
+            yield from train_checks.compare_launch(self._bench(launch, dtype), launch.arguments)
+            return
+        parts = {
+            "machine": lambda: self._machine(launch, flags),
+            "memory": lambda: self._ranks(60.0 if cpu else 240.0),
+            "engine": lambda: self._engine(dtype, cpu),
+            "trainer": lambda: self._trainer(launch, dtype),
+        }
         only = ["memory" if name == "links" else name for name in self.options.only]  # the same processes
-        for name in parts if self.options.compare else dict.fromkeys(only):
+        for name in dict.fromkeys(only):
             _say("memory and links" if name == "memory" else name)
             try:
                 yield from parts[name]()
