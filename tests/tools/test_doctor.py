@@ -127,13 +127,18 @@ def test_the_first_place_beyond_the_noise_is_named():
         "MLP of layer 0": [torch.ones(4, 2)],
     }
     theirs = {name: [t[0].clone()] for name, t in ours.items()}
-    line = compare.parts(theirs, ours, ([-1.0], [-1.0]), 0.01)
+    line = compare.parts(theirs, ours, ([-1.0], [-1.0]), 0.01, 1)
     assert line["first"] is None and line["far"][compare.LOG_PROBS] == 0
     theirs["MLP of layer 0"][0] += 1
     theirs["attention of layer 0"][0][2, 1] = float("nan")
-    line = compare.parts(theirs, ours, ([-1.0], [-1.5]), 0.01)
+    line = compare.parts(theirs, ours, ([-1.0], [-1.5]), 0.01, 1)
     assert line["first"] == {"place": "attention of layer 0", "token": 2, "of_prompt": len(compare.PROMPT)}
-    line = compare.parts({}, {}, ([-1.0], [-1.5]), 0.01)
+    theirs["attention of layer 0"][0][2, 1], theirs["MLP of layer 0"][0][:] = 1, 1
+    theirs["last norm"] = [torch.ones(20, 2)]
+    theirs["last norm"][0][len(compare.PROMPT) + 2 :] = 9
+    line = compare.parts(theirs, {"last norm": [torch.ones(20, 2)]}, ([-1.0, 0.0], [-1.0, 9.0]), 0.01, 1)
+    assert line["first"] is None, "behind a token that they do not have in common nothing is compared"
+    line = compare.parts({}, {}, ([-1.0], [-1.5]), 0.01, 1)
     assert line["first"]["place"] == compare.LOG_PROBS, "a rank of the last stage whose outputs are equal"
 
 

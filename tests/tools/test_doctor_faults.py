@@ -165,6 +165,16 @@ TRAINER = {
             return transfer
         wrap(m.Resharder, "to_engine", moved)
 """, train_checks.WHERE, "embedding"),
+    "weights of the second engine alone": ("dense", """
+    @after("weights.resharder")
+    def change(m):
+        def moved(real, self, chunks, parameters, version):
+            transfer = real(self, chunks, parameters, version)
+            if rank == 1:
+                parameters["model.layers.1.mlp.down_proj.weight"].mul_(-3)
+            return transfer
+        wrap(m.Resharder, "to_engine", moved)
+""", train_checks.WHERE, "MLP of layer 1"),
     "a router bias that is not sent": ("experts", """
     @after("weights.resharder")
     def change(m):

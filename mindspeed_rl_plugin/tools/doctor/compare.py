@@ -139,12 +139,14 @@ def _complete(output: Tensor) -> Tensor:
 
 
 def parts(
-    engine: Places, trainer: Places, logps: tuple[Sequence[float], Sequence[float]], noise: float
+    engine: Places, trainer: Places, logps: tuple[Sequence[float], Sequence[float]], noise: float, equal: int
 ) -> dict[str, Any]:
-    """Place -> difference, and the first place where it is larger than the noise, with its first token."""
+    """Place -> difference, and the first place where it is larger than the noise, with its first token. equal: number
+    of response tokens, from the first on, that trainer and engine have in common; what follows them is not compared."""
+    count, logps = len(PROMPT) + equal, (logps[0][:equal], logps[1][:equal])
     far, first = {}, None
     for place, (ours, *_) in trainer.items():
-        theirs = engine[place][0]
+        ours, theirs = ours[:count], engine[place][0][:count]
         each = ((ours - theirs).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-6)).nan_to_num(torch.inf)
         far[place] = float(each.max())
         if first is None and far[place] > noise:
@@ -181,10 +183,10 @@ def attach(folder: Path) -> None:
         box = [done.tokens]
         dist.broadcast_object_list(box, src=0)
         logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]])
-        if box[0] != done.tokens:  # a tie, which the engines decided in different ways
-            return
+        pairs = enumerate(zip(box[0], done.tokens, strict=True))
+        equal = next((i for i, (a, b) in pairs if a != b), len(done.tokens))
         noise = DTYPE_NOISE[self.resharder.dtype]
-        line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise)
+        line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise, equal)
         with open(folder / f"{PARTS_FILES}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"version": version, "noise": noise, **line}) + "\n")
 

@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.monitor.run_files import versions, write_text
 from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_checks, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.engine_checks import TELL_US
@@ -245,12 +246,7 @@ def _nodes() -> tuple[Nodes | None, object]:
     if given["GROUP_RANK"] == 0:
         with socket.create_server(("", 0)) as listener:
             store.set("doctor/port", str(listener.getsockname()[1]))
-    for name in [
-        name
-        for name in os.environ
-        if name.startswith(("TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_"))
-        or name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    ]:
+    for name in os.environ.keys() - environment_apart().keys():
         del os.environ[name]
     port = int(store.get("doctor/port"))
     return Nodes(ranks, given["WORLD_SIZE"] // ranks, given["GROUP_RANK"], address, port), store
