@@ -11,17 +11,8 @@ from torch import nn
 from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.rows import Completion, SampleId
 from mindspeed_rl_plugin.tools.doctor import compare, doctor, engine_checks, small_models, train_checks
-from mindspeed_rl_plugin.tools.doctor.result import (
-    FAIL,
-    NOT_RUN,
-    PASS,
-    ResultFile,
-    explained,
-    guilty,
-    result,
-    table,
-    without_private,
-)
+from mindspeed_rl_plugin.tools.doctor.machine import FILES, PORTS
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, explained, guilty, table, without_private
 from mindspeed_rl_plugin.tools.rehearse.capture import Done
 
 pytestmark = pytest.mark.quick
@@ -31,40 +22,23 @@ def failed(check, where=""):
     return check.result(False, "1", where, nats=1, mib=1, noise=1, ratio=1, rank=1, seconds=1)
 
 
-def test_a_failure_follows_only_from_one_of_the_same_model():
-    results = [
-        failed(train_checks.ARRIVE, "dense"),
-        failed(train_checks.AGREE, "dense"),
-        failed(train_checks.AGREE, "experts"),
-    ]
-    named = explained(results, doctor.ALL_CAUSES)
-    assert [r.follows for r in named] == ["", "trainer: weights arrive (dense)", ""]
-    assert [(r.check, r.where) for r in guilty(named)] == [
-        ("weights arrive", "dense"),
-        (train_checks.AGREE.name, "experts"),
-    ]
+def test_a_failure_follows_only_from_an_earlier_check_of_the_same_model():
+    one_device, arrive, where = doctor.machine.OWN_DEVICE, train_checks.ARRIVE, train_checks.WHERE
+    wrong = [failed(where, "dense, pp"), failed(arrive, "dense"), failed(where, "experts"), failed(arrive, "latent")]
+    named = explained(wrong, doctor.ALL_CHECKS)
+    assert [r.follows for r in named] == ["trainer: weights arrive (dense)", "", "", ""]
     text = table(named)
-    assert "follows from trainer: weights arrive (dense)" in text and train_checks.ARRIVE.fix in text
+    assert "may follow from trainer: weights arrive (dense)" in text and arrive.fix in text
+    named = explained([*wrong, failed(one_device), failed(doctor.machine.DISK)], doctor.ALL_CHECKS)
+    assert [r.check for r in guilty(named)] == [one_device.name, doctor.machine.DISK.name], "a disk explains nothing"
+    loaded = engine_checks.LOADED
+    named = explained([failed(where, "dense"), failed(loaded, "dense"), failed(loaded, "experts")], doctor.ALL_CHECKS)
+    assert [r.follows for r in named] == [f"engine: {loaded.name} (dense)", "", ""]
 
 
-def test_each_cause_is_a_check():
-    names = {r.name for r in (*engine_checks.ENGINE_CHECKS, *train_checks.TRAIN_CHECKS)} | set(
-        doctor.rank_checks.CAUSES
-    )
-    others = {cause for causes in doctor.ALL_CAUSES.values() for cause in causes}
-    assert others - names <= {name for names in doctor.rank_checks.RANK_CHECKS.values() for name in names} | {
-        doctor.machine.PORTS
-    }
-
-
-def test_results_survive_the_end_of_their_process(tmp_path):
-    file = ResultFile(tmp_path / "results")
-    assert file.read() == ([], "")
-    one = result("engine", "build", True, "3 s", "", "", "dense")
-    file.add(["build", one, "answers"])
-    assert file.read() == ([one], "answers")
-    file.add([one])
-    assert file.read() == ([one, one], "")
+def test_each_check_is_in_the_table_once():
+    names = [(check.part, check.name) for check in doctor.ALL_CHECKS]
+    assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +59,7 @@ def test_private_texts_are_taken_out(text, cleaned):
 
 def test_the_page_holds_the_results_and_no_name_of_the_machine():
     host = socket.gethostname()
-    page = doctor.page([result("links", "ports", False, f"{host} </script><b> /a/b/c", "all", "open them")])
+    page = doctor.page([PORTS.result(False, f"{host} </script><b> /a/b/c")])
     data = json.loads(page.partition('id="doctor">')[2].partition("</script>")[0])
     assert data["results"][0]["figure"] == "... </script><b> ..." and host not in page
     assert data["device"] and "torch" in data["versions"] and "<b>" not in page
@@ -240,10 +214,11 @@ def test_ranks_that_torchrun_started_beside_the_first_of_a_machine_leave(monkeyp
 
 def test_a_healthy_part_ends_with_status_0_and_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(doctor.tempfile, "tempdir", str(tmp_path))
-    made = [result("machine", "open files", True, "9", "", "")]
-    monkeypatch.setattr(doctor.machine, "machine_checks", lambda *a: iter(made))
+    made = [FILES.result(True, "9", need=1)]
+    monkeypatch.setattr(doctor.machine, "machine_results", lambda *a: iter(made))
     assert main(["doctor", "--only", "machine", "--out", str(tmp_path / "doctor.html")]) == 0
     assert "nothing is at fault" in capsys.readouterr().out and os.listdir(tmp_path) == ["doctor.html"]
-    made[0] = result("machine", "open files", False, "9", "", "ulimit -n 99")
+    made[0] = FILES.result(False, "9", need=99)
     assert main(["doctor", "--only", "machine", "--keep", str(tmp_path / "kept")]) == 1
-    assert "1 at fault" in capsys.readouterr().out and (tmp_path / "kept").is_dir()
+    said = capsys.readouterr().out
+    assert "1 at fault" in said and "ulimit -n 99" in said and (tmp_path / "kept").is_dir()

@@ -8,6 +8,7 @@ import pytest
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.tools.doctor import doctor, engine_checks, train_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.program import run_checks
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result, explained, guilty, table
 
 ROOT = Path(mindspeed_rl_plugin.__file__).parents[1]
@@ -233,7 +234,7 @@ def environment(tmp_path: Path, code: str) -> dict[str, str]:
 
 
 def check_named(results: list[Result], check: Check | None, words: str) -> None:
-    results = explained(results, doctor.ALL_CAUSES)
+    results = explained(results, doctor.ALL_CHECKS)
     print(table(results))
     named = guilty(results)
     assert [r.check for r in named] == ([check.name] if check else []), named
@@ -245,9 +246,10 @@ def check_named(results: list[Result], check: Check | None, words: str) -> None:
 @pytest.mark.parametrize("fault", ENGINE)
 def test_faults_of_the_engine(tmp_path, fault):
     model, code, check, words = ENGINE[fault]
-    (tmp_path / "work").mkdir()
-    env = environment(tmp_path, code)
-    check_named(list(doctor.engine_results("float32", tmp_path / "work", env, [model])), check, words)
+    words_of_program = ("engine", "float32", model)
+    where, table = tmp_path / "work", engine_checks.ENGINE_CHECKS
+    found = run_checks(Nodes(1), where, 300.0, environment(tmp_path, code), table, *words_of_program)
+    check_named(found, check, words)
 
 
 @pytest.mark.slow

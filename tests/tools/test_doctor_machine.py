@@ -2,6 +2,7 @@
 
 import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +12,9 @@ from torch.distributed import TCPStore
 
 from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.host import engine_env
-from mindspeed_rl_plugin.tools.doctor import links, machine, memory_checks, rank_checks
+from mindspeed_rl_plugin.tools.doctor import doctor, links, machine, memory_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, explained, guilty
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Check, Result, explained, guilty, merge
 
 NPU = {"vllm-ascend": "0.18.0", "torch-npu": "2.9.0.post1", "torch": "2.9.0+cpu", "vllm": "0.18.0", "CANN": "8.5.1"}
 README = Path(machine.__file__).parents[3] / "README.md"
@@ -89,12 +90,12 @@ def test_a_small_shared_memory_a_full_disk_and_few_files(no_variables) -> None:
     free = {"/dev/shm": 1 << 26, "/save": 5 << 30}
     no_variables.setattr(machine, "free_bytes", free.get)
     no_variables.setattr(machine.resource, "getrlimit", lambda _: (1024, 4096))
-    assert [r.check for r in machine.machine_checks(Nodes(8), "cpu", "/save") if r.verdict == FAIL] == ["/dev/shm"]
+    assert [r.check for r in machine.machine_results(Nodes(8), "cpu", "/save") if r.verdict == FAIL] == ["/dev/shm"]
     free |= {"/dev/shm": 64 << 30, "/save": 1 << 20}
-    failed = [r.check for r in machine.machine_checks(Nodes(8, count=16), "cpu", "/save") if r.verdict == FAIL]
+    failed = [r.check for r in machine.machine_results(Nodes(8, count=16), "cpu", "/save") if r.verdict == FAIL]
     assert failed == ["open files", "--save"]
     free["/"] = 0
-    assert [r.verdict for r in machine.machine_checks(Nodes(8), "cpu") if r.check == "--save"] == [NOT_RUN]
+    assert [r.verdict for r in machine.machine_results(Nodes(8), "cpu") if r.check == "--save"] == [NOT_RUN]
 
 
 def device(kind: str = "cuda", uuid: str = "GPU-1", used: int = 1) -> SimpleNamespace:
@@ -104,15 +105,16 @@ def device(kind: str = "cuda", uuid: str = "GPU-1", used: int = 1) -> SimpleName
 
 def test_ranks_that_share_a_device_and_memory_that_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     def verdicts(one, *others: str) -> list[str]:
-        return [r.verdict for r in machine.device_checks(one, 1, lambda own: [own, *others])]
+        return [r.verdict for r in machine.device_results(one, 1, lambda own: [own, *others])]
 
     assert verdicts(device(), "GPU-2") == [PASS, PASS] and verdicts(device(used=30), "GPU-2") == [PASS, FAIL]
     assert verdicts(device(), "GPU-2", "GPU-1") == [FAIL, PASS]
-    assert "ranks 0, 2 share one" in machine.device_checks(device(), 1, lambda own: [own, "x", own])[0].figure
+    shared = machine.device_results(device(), 1, lambda own: [own, "x", own])[0]
+    assert shared.told == "ranks 0, 2: each shares its device"
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,6")
     without = device("npu", "00000000-0000")
     assert verdicts(without, f"{machine.machine()} 6") == [FAIL, PASS] and verdicts(without, "other 6") == [PASS, PASS]
-    assert [r.verdict for r in machine.device_checks(Device("cpu"), 0, list)] == [NOT_RUN, NOT_RUN]
+    assert [r.verdict for r in machine.device_results(Device("cpu"), 0, list)] == [NOT_RUN, NOT_RUN]
 
 
 def of_machines(*clocks, seconds: float = 5.0) -> list[list[Result]]:
@@ -121,7 +123,7 @@ def of_machines(*clocks, seconds: float = 5.0) -> list[list[Result]]:
     stores = [TCPStore("127.0.0.1", first.port, is_master=False) for _ in clocks]
 
     def one(index: int) -> None:
-        found[index] += machine.between(Nodes(1, 3, index, "127.0.0.1", 9), stores[index], seconds, clocks[index])
+        found[index] += machine.between(Nodes(1, 3, index, "127.0.0.1", 9, stores[index]), seconds, clocks[index])
 
     threads = [threading.Thread(target=one, args=(index,)) for index in range(len(clocks))]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
@@ -133,8 +135,8 @@ def test_clocks_and_ports_between_machines(monkeypatch: pytest.MonkeyPatch) -> N
     assert {r.verdict for rows in of_machines(now, now, lambda: now() + 1) for r in rows} == {PASS}
     failed = guilty(r for rows in of_machines(now, now, lambda: now() - 3600) for r in rows)
     assert [(r.check, r.where) for r in failed] == [("clock", "machine 2")] and failed[0].figure.startswith("3600.")
-    assert {r.verdict for r in machine.between(Nodes(2), None)} == {NOT_RUN}
-    found = explained([r for rows in of_machines(now, now, seconds=0.5) for r in rows], rank_checks.CAUSES)
+    assert {r.verdict for r in machine.between(Nodes(2))} == {NOT_RUN}
+    found = explained([r for rows in of_machines(now, now, seconds=0.5) for r in rows], doctor.ALL_CHECKS)
     assert [r.check for r in guilty(found)] == ["ports", "ports"]  # the third machine never comes
     assert all("port 2" in r.figure for r in guilty(found))
 
@@ -156,12 +158,12 @@ def test_all_pairs_meet_and_no_rank_waits_for_ever(world: int) -> None:
     assert sorted(met) == [(a, b) for a in range(world) for b in range(world) if a != b]
 
 
-def named(world: int, slow: dict, machines: str = "", known=()) -> list[str]:
+def named(world: int, slow: dict, machines: str = "") -> list[str]:
     """Names of what is slow; pairs of one machine take a second, others ten."""
     places = machines or "a" * world
     pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
     times = {(a, b): (1 if places[a] == places[b] else 10) * slow.get((a, b), 1.0) for a, b in pairs}
-    return links.blame(links.slow_pairs(times, places), world, set(known))
+    return list(links.blame(links.slow_pairs(times, places), world))
 
 
 def test_a_slow_link_or_its_slow_rank_is_named() -> None:
@@ -169,8 +171,17 @@ def test_a_slow_link_or_its_slow_rank_is_named() -> None:
     assert named(4, {}) == named(4, {(1, 2): 4.9}) == named(4, {}, "aabb") == []
     assert named(4, {(1, 2): 5.0}) == named(4, {(1, 2): 9.0}, "abba") == named(2 + 1, {(1, 2): 20.0}) == ["1->2"]
     assert named(4, all_of_2) == named(3, all_of_2) == named(8, all_of_2, "aaaabbbb") == ["rank 2"]
-    assert named(4, all_of_2, known={2}) == [] and named(4, all_of_2 | {(0, 1): 20.0}, known={2}) == ["0->1"]
-    assert named(2, {(0, 1): 20.0}) == ["0->1"]
+    assert named(4, all_of_2 | {(0, 1): 20.0}) == ["rank 2", "0->1"] and named(2, {(0, 1): 20.0}) == ["0->1"]
+
+
+def test_links_at_a_tenth_of_their_speed_fail_on_an_accelerator() -> None:
+    def speed(seconds: float, between: float = 0.01, host: bool = False) -> Result:
+        pairs = {(a, b): seconds if a // 8 == b // 8 else between for a in range(16) for b in range(16) if a != b}
+        return links.speed_of_most(pairs, "a" * 8 + "b" * 8, host)
+
+    assert speed(0.013).verdict == PASS and speed(0.014).verdict == FAIL  # 64 MiB at 5 GB/s: 13.4 ms
+    assert speed(0.01, 0.053).verdict == PASS and speed(0.01, 0.054).verdict == FAIL  # at 1.25 GB/s: 53.7 ms
+    assert speed(9.0, host=True).verdict == PASS and speed(0.01).figure == "6.71 GB/s, 6.71 GB/s"
 
 
 class Accelerator(Device):
@@ -181,7 +192,10 @@ class Accelerator(Device):
 
 
 def failed_of_memory(one: Device) -> list[str]:
-    return [name for name, check in memory_checks.memory_checks(one).items() if check().verdict == FAIL]
+    return [r.check for step in memory_checks.memory_steps(one) for r in step.results() if r.verdict == FAIL]
+
+
+COPIES = [check.name for check in memory_checks.COPIES]
 
 
 def nothing() -> None:
@@ -196,51 +210,46 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as fault:
         idle = SimpleNamespace(start=lambda copies: SimpleNamespace(wait=nothing, synchronize=nothing))
         fault.setattr(Device, "copier", lambda self: idle)
-        assert failed_of_memory(Device("cpu")) == list(memory_checks.COPIES[2:])
+        assert failed_of_memory(Device("cpu")) == COPIES[2:]
     with monkeypatch.context() as change:
         change.setattr(memory_checks, "busy", (work := []).append)
         assert failed_of_memory(Device("cpu")) == [] and len(work) == 3 * 4 * 2  # ways, copies, sizes: behind work
     with monkeypatch.context() as fault:
         copy_, storage = torch.Tensor.copy_, torch.Tensor.untyped_storage
         fault.setattr(torch.Tensor, "copy_", lambda t, o, **k: copy_(t, o).nan_to_num_() if k else copy_(t, o))
-        assert failed_of_memory(Device("cpu")) == list(memory_checks.COPIES)  # NaNs are lost
+        assert failed_of_memory(Device("cpu")) == COPIES  # NaNs are lost
         fault.undo()
         fault.setattr(torch.Tensor, "untyped_storage", lambda tensor: storage(tensor.clone()))
-        assert failed_of_memory(Device("cpu")) == [memory_checks.FREED]  # views have another storage
+        assert failed_of_memory(Device("cpu")) == [memory_checks.FREED.name]  # views have another storage
+    *_, bandwidth = memory_checks.memory_steps(Accelerator("cpu"))
     for seconds, verdict in ((1.2e-8, PASS), (1.3e-8, FAIL)):  # 2.7 and 2.46 GB/s
         monkeypatch.setattr(memory_checks, "timed", lambda device, call, s=seconds: s)
-        assert memory_checks.memory_checks(Accelerator("cpu"))["bandwidth"]().verdict == verdict
+        assert [r.verdict for r in bandwidth.results()] == [verdict]
 
 
-def of(check: str, verdict: str, figure: str = "", limit: str = "", where: str = "") -> Result:
-    return Result("links", check, verdict, figure, limit, where=where)
+def test_results_of_ranks_and_machines_become_one_line() -> None:
+    rate, reduce = Check("memory", "bandwidth"), Check("links", "all_reduce")
+
+    def told(*found: Result) -> list[tuple[str, str]]:
+        return [(r.verdict, r.told) for r in merge(found)]
+
+    def of(one: Result, *ranks: int) -> Result:
+        return replace(one, ranks=ranks)
+
+    rates = [rate.result(True, f"{speed} GB/s", value=-speed) for speed in (9.5, 10.0)]
+    assert told(*rates, rate.not_run("no device")) == [(PASS, "9.5 GB/s")]
+    low = [of(rate.result(False, f"{speed} GB/s", value=-speed), rank) for rank, speed in ((2, 1.5), (5, 0.5))]
+    assert told(*rates, *low) == [(FAIL, "ranks 2, 5: 0.5 GB/s")]
+    waited = [of(reduce.ended(1, f"rank {rank} is late"), rank) for rank in (3, 0)]
+    assert told(*waited, *low) == [(FAIL, "ranks 0, 3: rank 3 is late"), (FAIL, "ranks 2, 5: 0.5 GB/s")]
+    hung = of(reduce.ended(2, "hung for 9 s"), 1)
+    assert told(*waited, hung) == [(FAIL, "rank 1: hung for 9 s")]
+    assert told(hung, *waited, of(reduce.ended(3, "died"), 7)) == [(FAIL, "rank 7: died")], "on another machine"
+    wrong = of(reduce.result(False, "3 ms", "x"), 4)
+    assert told(wrong, hung) == [(FAIL, "rank 4: 3 ms"), (FAIL, "rank 1: hung for 9 s")]
 
 
-def test_results_of_ranks_become_one_line() -> None:
-    def figures(*found) -> list[tuple[str, str]]:
-        return [(r.verdict, r.figure) for r in rank_checks.merge(found)]
-
-    rates = [(rank, of("bandwidth", PASS, f"{rate} GB/s", "at least 2 GB/s")) for rank, rate in enumerate((9.5, 10.0))]
-    assert figures(*rates) == [(PASS, "9.5 GB/s")]
-    low = [(rank, of("bandwidth", FAIL, f"{rate} GB/s", "at least 2 GB/s")) for rank, rate in ((2, 1.5), (5, 0.5))]
-    assert figures(*rates, *low) == [(FAIL, "ranks 2, 5: 0.5 GB/s")]
-    slow = of("point to point", FAIL, "9 ms", where="1->2")
-    assert figures((0, slow), (1, slow)) == [(FAIL, "9 ms")]
-    waited = [(rank, of("all_reduce", FAIL, f"waited: rank {rank} ...")) for rank in (3, 0)]
-    assert figures(*waited) == [(FAIL, "waited: rank 3 ...")]  # the first of them
-    assert figures(*waited, *low) == [(FAIL, "waited: rank 3 ..."), (FAIL, "ranks 2, 5: 0.5 GB/s")]
-    dead = [(rank, of("point to point", FAIL, "died after 9 s")) for rank in (1, 0)]
-    assert figures(*dead) == [(FAIL, "ranks 0, 1: died after 9 s")]
-    assert figures(*waited, (1, of("broadcast", FAIL, "hung for 9 s"))) == [(FAIL, "rank 1: hung for 9 s")]
-    other = (None, of("broadcast", FAIL, "rank 1: hung for 9 s"))  # of another machine, merged there
-    assert figures(other, (None, waited[0][1])) == [(FAIL, other[1].figure)]
-    assert figures(other, (None, of("broadcast", FAIL, "rank 9: died"))) == [(FAIL, f"{other[1].figure}; rank 9: died")]
-
-
-def test_the_causes_name_checks_and_each_machine_starts_its_own_ranks() -> None:
-    one_device = Result("machine", machine.OWN_DEVICE, FAIL)
-    results = explained([one_device, of("all_reduce", FAIL), of("compute speed", FAIL)], rank_checks.CAUSES)
-    assert guilty(results) == [one_device]
+def test_each_machine_starts_its_own_ranks() -> None:
     assert Nodes(2).torchrun("a", "b")[2:] == ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "a", "b"]
     assert Nodes(8, 2, 1, "first", 29400).torchrun("-m", "x")[3:] == [
         *("--nnodes=2", "--node-rank=1", "--master-addr=first", "--master-port=29400", "--nproc-per-node=8", "-m", "x")

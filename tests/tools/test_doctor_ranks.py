@@ -7,10 +7,12 @@ import psutil
 import pytest
 
 import mindspeed_rl_plugin
-from mindspeed_rl_plugin.tools.doctor.machine import HELD, OWN_DEVICE
+from mindspeed_rl_plugin.tools.doctor.links import LINK_CHECKS
+from mindspeed_rl_plugin.tools.doctor.machine import DEVICE_CHECKS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.doctor.rank_checks import CAUSES, RANK_CHECKS, RANKS_START, run
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, explained, guilty
+from mindspeed_rl_plugin.tools.doctor.program import run_checks
+from mindspeed_rl_plugin.tools.doctor.rank_checks import RANK_CHECKS, RANKS_START
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, explained, guilty
 
 pytestmark = pytest.mark.slow
 
@@ -84,32 +86,37 @@ EXPECTED = {  # fault: ranks, the only check that fails, where, words of its fig
 }
 
 
+def run(ranks: int, folder: Path, seconds: float) -> list[Result]:
+    return explained(run_checks(Nodes(ranks), folder, seconds, os.environ, RANK_CHECKS, "ranks"), RANK_CHECKS)
+
+
 @pytest.mark.parametrize("fault", EXPECTED)
 def test_a_fault_is_named_by_its_check_alone(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, ranks, check, where, words = EXPECTED[fault]
-    (folder := tmp_path / "run").mkdir()
+    folder = tmp_path / "run"
     (tmp_path / "sitecustomize.py").write_text(FAULT + code)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(mindspeed_rl_plugin.__file__).parents[1]}")
-    found = explained(run(Nodes(ranks), folder, 30.0 if code == STOPPED else 50.0), CAUSES)
-    output = (folder / "ranks.log").read_text()
-    assert [(r.check, r.where) for r in found if r.verdict == FAIL] == ([(check, where)] if check else []), output
-    assert all(words in r.figure for r in guilty(found)), found
+    found = run(ranks, folder, 50.0)
+    output = (folder / "log").read_text()
+    assert [(r.check, r.where) for r in guilty(found)] == ([(check, where)] if check else []), output
+    assert all(words in r.told for r in guilty(found)), [r.told for r in guilty(found)]
     assert len([*folder.glob("rank-*.jsonl")]) == ranks
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or ())]
-    assert {r.check for r in found} == {name for names in RANK_CHECKS.values() for name in names}
+    assert {r.check for r in found} == {check.name for check in RANK_CHECKS}
     if not check:
-        assert {r.check for r in found if r.verdict != PASS} == {OWN_DEVICE, HELD}  # there is no accelerator
+        assert {r.check for r in found if r.verdict != PASS} == {c.name for c in DEVICE_CHECKS}  # no accelerator
+    elif code != SLOW_RANK:
+        assert [r.check for r in found if r.verdict == FAIL] == [check]
 
 
 def test_ranks_that_cannot_start_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDSPEED_RL_DEVICE", "abacus")
-    one, *others = run(Nodes(2), tmp_path, 40.0)
-    assert (one.check, one.verdict) == (RANKS_START, FAIL)
-    assert one.figure.startswith("rank") and ": died after " in one.figure
+    one, *others = run(2, tmp_path / "run", 40.0)
+    assert (one.check, one.verdict) == (RANKS_START.name, FAIL)
+    assert one.told.startswith("rank") and ": died after " in one.told and "abacus" in one.figure
     assert {r.verdict for r in others} == {NOT_RUN}
 
 
 def test_a_single_rank_has_no_links(tmp_path: Path) -> None:
-    found = {r.check: r.verdict for r in run(Nodes(1), tmp_path, 40.0)}
-    not_run = {name for name, verdict in found.items() if verdict == NOT_RUN}
-    assert not_run == {*RANK_CHECKS["links"], *RANK_CHECKS["machine"]} - {RANKS_START}
+    not_run = {r.check for r in run(1, tmp_path / "run", 40.0) if r.verdict == NOT_RUN}
+    assert not_run == {check.name for check in (*LINK_CHECKS, *DEVICE_CHECKS)}

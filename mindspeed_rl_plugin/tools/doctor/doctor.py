@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import html
-import json
 import os
 import shutil
 import signal
@@ -19,38 +18,36 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.monitor.run_files import versions, write_text
 from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_checks, small_models, train_checks
-from mindspeed_rl_plugin.tools.doctor.engine_checks import TELL_US
-from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.nodes import ANSWERS, Nodes
+from mindspeed_rl_plugin.tools.doctor.program import run_checks
 from mindspeed_rl_plugin.tools.doctor.result import (
     FAIL,
     NOT_RUN,
+    Check,
     Result,
-    ResultFile,
-    causes_of,
     explained,
     guilty,
-    result,
     table,
     without_private,
 )
-from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture, run
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, find_entry
-from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 from mindspeed_rl_plugin.tools.report.report import embed
 
 ENGINE_SECONDS = 300.0  # limit of a process of the engine checks, and of running SCRIPT.sh
-ALL_CAUSES = rank_checks.CAUSES | causes_of((*engine_checks.ENGINE_CHECKS, *train_checks.TRAIN_CHECKS))
-_OTHERS_FIX = "start doctor on all machines at once; look at the output of that one"
 DOCTOR_PARTS = ("machine", "memory", "links", "engine", "trainer")
+# An error of doctor itself in a part.
+ITSELF = {part: Check(part, "doctor itself", fix=engine_checks.TELL_US) for part in DOCTOR_PARTS}
+ALL_CHECKS = (ANSWERS, *machine.MACHINE_CHECKS, *rank_checks.RANK_CHECKS, *engine_checks.ENGINE_CHECKS)
+ALL_CHECKS += train_checks.TRAIN_CHECKS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,17 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.job:
             print(hang.story(options.job, options.stacks))
             return 0
-        nodes, store = _nodes()
-        if nodes is None:  # another rank of this machine does the work
+        if (nodes := Nodes.of_torchrun()) is None:  # another rank of this machine does the work
             return 0
         if options.out:
             write_text(options.out, "")  # a folder that cannot be written is noticed before minutes of checks
         results, whole = list[Result](), False
         with contextlib.suppress(KeyboardInterrupt), _folder(options) as folder:
-            for one in _Doctor(options, nodes, store, folder).results():
+            for one in _Doctor(options, nodes, folder).results():
                 results.append(one)
             whole = True
-        results = explained(_gathered(nodes, store, results), ALL_CAUSES)
+        results = explained(nodes.gather(results, 2 * ENGINE_SECONDS), ALL_CHECKS)
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 1
@@ -117,7 +113,6 @@ class _Doctor:
 
     options: argparse.Namespace
     nodes: Nodes
-    store: object
     folder: Path
 
     def results(self) -> Iterator[Result]:
@@ -145,24 +140,25 @@ class _Doctor:
             try:
                 yield from parts[name]()
             except (ValueError, OSError, RuntimeError, TypeError, LookupError) as error:
-                yield result(name, "doctor itself", False, f"{type(error).__name__}: {error}", "no error", TELL_US)
+                yield ITSELF[name].ended(3, f"{type(error).__name__}: {error}")
 
     def _machine(self, launch: CapturedLaunch, flags: Flags) -> Iterator[Result]:
         save = flags.get("--save") or ""
         split = {machine.TENSOR_PARALLEL} if flags.number("--tensor-model-parallel-size", 1) > 1 else set()
         where = str(launch.cwd / save) if save else ""
-        yield from machine.machine_checks(self.nodes, get_device().kind, where, split)
-        yield from machine.between(self.nodes, self.store)
+        yield from machine.machine_results(self.nodes, get_device().kind, where, split)
+        yield from machine.between(self.nodes)
 
     def _ranks(self, seconds: float) -> list[Result]:
-        (folder := self.folder / "ranks").mkdir()
-        return rank_checks.run(self.nodes, folder, seconds)
+        env = environment_apart() | {"TMPDIR": str(self.folder)}
+        return run_checks(self.nodes, self.folder / "ranks", seconds, env, rank_checks.RANK_CHECKS, "ranks")
 
     def _engine(self, dtype: str, cpu: bool) -> Iterator[Result]:
         """On an accelerator a process for each model: vLLM's sleep mode allows one engine in a process."""
-        names = list(small_models.SMALL_MODELS)
+        names, env = list(small_models.SMALL_MODELS), _environment(self.folder)
         for models in [names] if cpu else [[name] for name in names]:
-            yield from engine_results(dtype, self.folder, _environment(self.folder), models)
+            folder, words = self.folder / f"engine {models[0]}", ("engine", dtype, *models)
+            yield from run_checks(Nodes(1), folder, ENGINE_SECONDS, env, engine_checks.ENGINE_CHECKS, *words)
 
     def _launch(self) -> CapturedLaunch:
         """The launch of the script or, without one, of Megatron's pretrain_gpt.py on this machine."""
@@ -211,72 +207,6 @@ def _even(ranks: int) -> int:
     return min(ranks - ranks % 2, 8) or 1
 
 
-def engine_results(
-    dtype: str, folder: Path, env: Mapping[str, str], models: Sequence[str] = tuple(small_models.SMALL_MODELS)
-) -> Iterator[Result]:
-    """The checks of the engine, in a process of their own. If it crashes or hangs, its check fails. folder: for its
-    files."""
-    report = ResultFile(folder / f"engine {models[0]}.jsonl")
-    command = Nodes(1).torchrun("-m", engine_checks.__name__, str(report.path), dtype, *models)
-    done = run(command, folder / f"engine {models[0]}.log", ENGINE_SECONDS, env=env)
-    results, begun = report.read()
-    yield from results
-    if not done.ok:
-        ended = {r.where for r in results if r.check == engine_checks.IN_FLIGHT.name}
-        check = next((c for c in engine_checks.ENGINE_CHECKS if c.name == begun), engine_checks.BUILD)
-        model = next((m for m in models if m not in ended), "")
-        yield result("engine", check.name, False, reason(done), "it ends", check.fix, model)
-
-
-def _nodes() -> tuple[Nodes | None, object]:
-    """The machines, and a store that all of them reach; (None, None) in ranks that torchrun started beside the first
-    one of a machine."""
-    given = {
-        name: int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK")
-    }
-    if not given["LOCAL_WORLD_SIZE"]:  # other launchers may set WORLD_SIZE
-        device = get_device()
-        return Nodes(2 if device.is_cpu else device.api.device_count()), None
-    if given["LOCAL_RANK"]:
-        return None, None
-    from torch.distributed import TCPStore
-
-    address, ranks = os.environ["MASTER_ADDR"], given["LOCAL_WORLD_SIZE"]
-    store = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=60))
-    if given["GROUP_RANK"] == 0:
-        with socket.create_server(("", 0)) as listener:
-            store.set("doctor/port", str(listener.getsockname()[1]))
-    for name in os.environ.keys() - environment_apart().keys():
-        del os.environ[name]
-    port = int(store.get("doctor/port"))
-    return Nodes(ranks, given["WORLD_SIZE"] // ranks, given["GROUP_RANK"], address, port), store
-
-
-def _gathered(nodes: Nodes, store: object, mine: list[Result]) -> list[Result]:
-    """The results of all machines, on the first one. What is equal on all machines is one result."""
-    if nodes.count == 1:
-        return mine
-    store.set_timeout(timedelta(seconds=2 * ENGINE_SECONDS))  # for machines that are slower
-    store.set(f"doctor/{nodes.index}", json.dumps([dataclasses.asdict(r) for r in mine]))
-    if nodes.index:
-        with contextlib.suppress(RuntimeError):
-            store.wait(["doctor/done"])
-        return mine
-    out: dict[tuple[str, str, str, str], Result] = {}
-    for index in range(nodes.count):
-        try:
-            rows = json.loads(store.get(f"doctor/{index}"))
-        except RuntimeError:
-            rows = [dataclasses.asdict(result("machine", "answers", False, "none", "in time", _OTHERS_FIX, f"{index}"))]
-        for row in rows:
-            r = Result(**row)
-            known = out.setdefault((r.part, r.check, r.where, r.verdict), r)
-            if known is not r and r.verdict == FAIL:
-                out[r.part, r.check, f"{r.where} machine {index}".strip(), r.verdict] = r
-    store.set("doctor/done", "")
-    return list(out.values())
-
-
 @contextlib.contextmanager
 def _folder(options: argparse.Namespace) -> Iterator[Path]:
     """The folder for generated files, removed at the end, also after Ctrl-C and SIGTERM, unless --keep names it."""
@@ -304,26 +234,22 @@ def _say(what: str) -> None:
 
 
 def page(results: Sequence[Result]) -> str:
-    """One HTML page of results, with the same as JSON in it; without addresses, folders, and names of this machine and
+    """One HTML page: the table, and the same as JSON; without addresses, folders, and names of this machine and
     user."""
-    private = {socket.gethostname(), os.environ.get("USER", ""), Path.home().name} - {"", "root"}
-
-    def clean(text: str) -> str:
-        for name in private:
-            text = text.replace(name, "...")
-        return without_private(text)
-
-    rows = [{**dataclasses.asdict(r), "figure": clean(r.figure), "where": clean(r.where)} for r in results]
-    rows = [{**row, "fix": row["fix"] if row["verdict"] == FAIL else ""} for row in rows]
-    data = {"versions": versions(), "device": get_device().kind, "time": int(time.time()), "results": rows}
-    head = ("part", "check", "where", "verdict", "figure", "limit", "follows", "fix")
-    cells = [[html.escape(row[name]) for name in head] for row in rows]
-    lines = ["".join(f"<td>{cell}</td>" for cell in row) for row in cells]
-    title = html.escape(", ".join(f"{k} {v}" for k, v in data["versions"].items()))
+    names = {socket.gethostname(), os.environ.get("USER", ""), Path.home().name} - {"", "root"}
+    clean = [
+        dataclasses.replace(
+            r,
+            figure=without_private(r.figure, names),
+            where=without_private(r.where, names),
+            fix=r.fix if r.verdict == FAIL else "",
+        )
+        for r in results
+    ]
+    data = {"versions": versions(), "device": get_device().kind, "time": int(time.time())}
+    data["results"] = [dataclasses.asdict(r) for r in clean]
+    text = "\n".join([", ".join(f"{k} {v}" for k, v in data["versions"].items()), "", table(clean)])
     return (
-        '<!doctype html><meta charset="utf-8"><title>doctor</title>'
-        "<style>body{font:14px sans-serif}td,th{border:1px solid #ccc;padding:3px;text-align:left}</style>"
-        f"<p>{title}</p><table><tr>{''.join(f'<th>{n}</th>' for n in head)}</tr>"
-        f"{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+        f'<!doctype html><meta charset="utf-8"><title>doctor</title><pre>{html.escape(text)}</pre>'
         f'<script type="application/json" id="doctor">{embed(data)}</script>\n'
     )

@@ -1,15 +1,11 @@
-"""The checks of the engine alone: one process builds an engine for each small model, and compares what it answers with
-transformers.
-
-    torchrun --standalone --nproc-per-node 1 -m mindspeed_rl_plugin.tools.doctor.engine_checks REPORT DTYPE [MODEL ...]
-"""
+"""The checks of the engine alone: an engine of each small model, whose answers are compared with transformers'."""
 
 from __future__ import annotations
 
 import math
-import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,200 +20,187 @@ from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.host import activate_if_needed
 from mindspeed_rl_plugin.layout.layout import EngineParallel, engine_layout
-from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 from mindspeed_rl_plugin.tools.doctor import small_models
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, ResultFile
+from mindspeed_rl_plugin.tools.doctor.program import Step
+from mindspeed_rl_plugin.tools.doctor.result import Check
 from mindspeed_rl_plugin.weights.live import engine_storage
 
 # Largest mean difference of log-probs [nats] by rounding, which may also give a token other experts.
 LOGP_LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
-_engine_check, TELL_US = partial(Check, "engine"), "report this with the file of --out"
-_NATS, _INSTALL = "at most {nats:g} nats (mean)", "install versions that README names"
-BUILD = _engine_check("build", "", f"the message says what vLLM lacks; {_INSTALL}")
-GRAPHS = _engine_check(
-    "captured graphs", "at least 1", "look for warnings about graphs in vLLM's log; decoding is slow now"
-)
-LOADED = _engine_check(
-    "answers of an engine that loads the weights",
-    f"transformers', {_NATS}",
-    f"vLLM computes another model than transformers: {_INSTALL}",
-)
-SAMPLED = _engine_check(
+TELL_US, _INSTALL = "report this with the file of --out", "install versions that README names"
+_check, _nats = partial(Check, "engine"), "transformers', at most {nats:g} nats (mean)"
+BUILD = _check("build", "", f"the message says what vLLM lacks; {_INSTALL}", True)
+GRAPHS = _check("captured graphs", "at least 1", "look for warnings about graphs in the log that --keep keeps")
+LOADED = _check("answers of loaded weights", _nats, f"vLLM computes another model than transformers: {_INSTALL}", True)
+SAMPLED = _check(
     "log-probs of sampled tokens",
-    f"of temperature and top-p, {_NATS}",
-    "the sampler reports log-probs of another distribution than that from which it samples: install a vLLM "
-    "(vllm-ascend) whose sampler has logprobs_mode",
-    (LOADED,),
+    "those of temperature and top-p, at most {nats:g} nats (mean)",
+    "the sampler's log-probs are of another distribution: install a vLLM (vllm-ascend) that has logprobs_mode",
 )
-SLEEP_FREES = _engine_check(
-    "memory that sleep frees",
-    "at least {mib:.0f} MiB",
-    "the sleep mode does not free memory: turn expandable segments off",
+SLEEP_FREES = _check("memory that sleep frees", "at least {mib:.0f} MiB", "turn expandable segments off")
+WOKEN = _check(
+    "tensors after waking", "shapes and strides of before", f"waking replaces the model's tensors: {_INSTALL}", True
 )
-WOKEN = _engine_check(
-    "tensors after waking",
-    "shapes and strides of before",
-    f"waking replaces the model's tensors: {_INSTALL}",
+WRITTEN = _check("weights that were written", "each piece reads as it was written", TELL_US, True)
+DERIVED_TENSORS = _check("tensors derived from weights", "none is stale", f"decoding is stale: {_INSTALL}", True)
+NEW_WEIGHTS = _check(
+    "answers of new weights", _nats, f"the engine still computes with something of the older ones: {TELL_US}", True
 )
-WRITTEN = _engine_check("weights that were written", "each piece reads as it was written", TELL_US, (WOKEN,))
-DERIVED_TENSORS = _engine_check(
-    "tensors derived from weights", "none is stale", f"decoding is stale: {_INSTALL}", (WRITTEN,)
+PREFIX = _check(
+    "prefixes cached by older weights", _nats, f"the engine answers with what older weights cached: {_INSTALL}", True
 )
-_BEFORE_ANSWERS = (LOADED, WOKEN, WRITTEN, DERIVED_TENSORS)
-NEW_WEIGHTS = _engine_check(
-    "answers of new weights",
-    f"transformers', {_NATS}",
-    "the engine still computes with something of the older weights: " + TELL_US,
-    _BEFORE_ANSWERS,
-)
-PREFIX = _engine_check(
-    "cached prefixes after new weights",
-    f"transformers', {_NATS}",
-    f"prefixes that older weights computed are used: {_INSTALL}",
-    (*_BEFORE_ANSWERS, NEW_WEIGHTS),
-)
-AFTER_SLEEP = _engine_check(
+AFTER_SLEEP = _check(
     "answers after sleep and waking",
     "tokens and log-probs of before",
     "state of the engine is lost in its sleep: train with --rl-schedule async, whose engines do not sleep",
-    (*_BEFORE_ANSWERS, PREFIX),
 )
-IN_FLIGHT = _engine_check(
-    "weights that change between two steps",
-    "two parts, each transformers', {nats:g} nats (mean)",
-    "use --rl-schedule sync",
-    (*_BEFORE_ANSWERS, NEW_WEIGHTS),
-)
-ENGINE_CHECKS = (
-    BUILD,
-    GRAPHS,
-    LOADED,
-    SAMPLED,
-    SLEEP_FREES,
-    WOKEN,
-    WRITTEN,
-    DERIVED_TENSORS,
-    AFTER_SLEEP,
-    NEW_WEIGHTS,
-    PREFIX,
-    IN_FLIGHT,
-)
+IN_FLIGHT = _check("weights that change between two steps", f"two parts, each {_nats}", "use --rl-schedule sync")
+ENGINE_CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, SLEEP_FREES, WOKEN, WRITTEN, DERIVED_TENSORS)
+ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT)
 
 _ASKED_TOKENS, _LONG, _DEADLINE, _CACHE = 12, 160, 120.0, 64 << 20
 _ASKED = [tuple(range(5, 5 + n)) for n in (7, 33, _LONG)]
 _UNSEEN = tuple(range(900, 900 + _LONG))
+Found = tuple[bool | None, str]  # the first arguments of `Check.result`
+
+
+def steps(dtype: str, *models: str) -> Iterator[Step]:
+    """The checks of all models, in this process."""
+    activate_if_needed()
+    dist.init_process_group("gloo")
+    for model in models:
+        yield from EngineBench(model, dtype, Path(tempfile.mkdtemp())).steps()
 
 
 class EngineBench:
     """An engine of a small model, with two sets of weights and transformers' models of both. folder: an empty one."""
 
     def __init__(self, model: str, dtype: str, folder: Path) -> None:
-        self.model, self.nats = model, LOGP_LIMITS[dtype]
-        self.weights, self.judges = [], []
+        self.model, self.dtype, self.folder, self.nats = model, dtype, folder, LOGP_LIMITS[dtype]
+        self.weights, self.judges, self.engine = [], [], None
+
+    def steps(self) -> Iterator[Step]:
+        """The checks, in the order in which they must run."""
+        limits = {"nats": self.nats, "mib": 0.9 * _CACHE / 2**20}
+        calls = {
+            BUILD: self.build,
+            GRAPHS: self.graphs,
+            LOADED: self.loaded,
+            SAMPLED: partial(self.compared, 0, _ASKED, temperature=0.7, top_p=0.9),
+            SLEEP_FREES: self.sleep,
+            WOKEN: self.wake,
+            WRITTEN: partial(self.write, 0),
+            DERIVED_TENSORS: self.latent,
+            AFTER_SLEEP: self.slept,
+            NEW_WEIGHTS: self.change,
+            PREFIX: partial(self.compared, 1, _ASKED),
+            IN_FLIGHT: self.between,
+        }
+        yield from (Step(check, call, self.model, limits) for check, call in calls.items())
+        if self.engine:
+            self.engine.shutdown()
+
+    def build(self) -> Found:
+        began = time.monotonic()
         for seed in (0, 1):
-            (at := folder / f"{model}-{seed}").mkdir()
-            self.weights.append(small_models.random_weights(model, seed, getattr(torch, dtype)))
-            small_models.write_model(model, self.weights[seed], at)
+            (at := self.folder / f"{seed}").mkdir()
+            self.weights.append(small_models.random_weights(self.model, seed, getattr(torch, self.dtype)))
+            small_models.write_model(self.model, self.weights[seed], at)
             self.judges.append(small_models.Judge(at))
         options = VllmOptions(
-            small_models.config_of(model),
+            small_models.config_of(self.model),
             max_model_len=small_models.CONTEXT,
-            dtype=dtype,
+            dtype=self.dtype,
             max_running=8,
             kv_cache_bytes=_CACHE,
-            weights=str(folder / f"{model}-0"),
+            weights=str(self.folder / "0"),
             deadline=_DEADLINE,
         )
         self.engine = VllmEngine(options)
+        return True, f"{time.monotonic() - began:.0f} s"
 
-    def checks(self) -> Iterator[Result | str]:
-        """The results; before a check its name, so that a check that hangs or crashes is known."""
-        engine = self.engine
+    def graphs(self) -> Found:
         if get_device().is_cpu:
-            yield GRAPHS.not_run("a CPU has none", self.model)
-        else:
-            yield GRAPHS.result((count := vllm_api.captured_graphs()) > 0, str(count), self.model)
-        yield LOADED.name
-        engine.update_weights(0)
-        first = self.ask(_ASKED)
-        yield self.compared(LOADED, first, 0)
-        yield SAMPLED.name
-        sampling = {"temperature": 0.7, "top_p": 0.9}
-        yield self.compared(SAMPLED, self.ask(_ASKED, **sampling), 0, **sampling)
-        yield WOKEN.name
-        before, held = self.forms(), self.bytes()
-        engine.sleep()
-        freed, least = held - self.bytes(), 0.9 * _CACHE
-        yield SLEEP_FREES.result(freed >= least, f"{freed / 2**20:.0f} MiB", self.model, mib=least / 2**20)
-        engine.wake(("weights",))
-        now = self.forms()
+            return None, "a CPU has none"
+        count = vllm_api.captured_graphs()
+        return count > 0, str(count)
+
+    def loaded(self) -> Found:
+        self.engine.update_weights(0)
+        self.first = self.ask(_ASKED)
+        return self.far_from(0, _ASKED, self.first)
+
+    def sleep(self) -> Found:
+        self.forms_before, held = self.forms(), self.bytes()
+        self.engine.sleep()
+        freed = held - self.bytes()
+        return freed >= 0.9 * _CACHE, f"{freed / 2**20:.0f} MiB"
+
+    def wake(self) -> Found:
+        self.engine.wake(("weights",))
+        before, now = self.forms_before, self.forms()
         other = [n for n in before if before[n] != now.get(n)]
-        figure = f"{other[0]} has another shape or stride" if other else f"{len(before)} tensors"
-        yield WOKEN.result(not other, figure, self.model)
-        yield WRITTEN.name
-        yield (written := self.write(self.weights[0]))
-        engine.update_weights(0)
-        yield DERIVED_TENSORS.name
-        yield self.latent()
-        engine.wake(("kv_cache",))
-        yield AFTER_SLEEP.name
+        return not other, f"{other[0]} has another shape or stride" if other else f"{len(before)} tensors"
+
+    def slept(self) -> Found:
+        self.engine.wake(("kv_cache",))
         again = self.ask(_ASKED)
-        pairs = [pair for one, two in zip(first, again, strict=True) for pair in zip(one.logps, two.logps, strict=True)]
+        both = zip(self.first, again, strict=True)
+        pairs = [pair for one, two in both for pair in zip(one.logps, two.logps, strict=True)]
         far = sum(abs(a - b) for a, b in pairs) / len(pairs)
-        same = far <= self.nats / 100 and [c.tokens for c in first] == [c.tokens for c in again]
-        yield AFTER_SLEEP.result(same, f"{far:.2g} nats", self.model)
-        yield IN_FLIGHT.name
-        engine.submit(_requests(_ASKED[:1], tokens=2 * _ASKED_TOKENS))
+        same = far <= self.nats / 100 and [c.tokens for c in self.first] == [c.tokens for c in again]
+        return same, f"{far:.2g} nats"
+
+    def change(self) -> Found:
+        """Write the second weights while a response is in the making, which ends with them (`between`)."""
+        self.engine.submit(_requests(_ASKED[:1], tokens=2 * _ASKED_TOKENS))
         for _ in range(4):
-            engine.poll(0)
-        if (again_written := self.write(self.weights[1])).verdict == FAIL != written.verdict:
-            yield again_written
-        engine.update_weights(1, in_flight=True)
-        (going,) = engine.poll(_DEADLINE)
-        yield NEW_WEIGHTS.name
-        yield self.compared(NEW_WEIGHTS, self.ask([_UNSEEN]), 1)
-        yield PREFIX.name
-        yield self.compared(PREFIX, self.ask(_ASKED), 1)
-        yield self.between(going)
-        engine.shutdown()
+            self.engine.poll(0)
+        good, figure = self.write(1)
+        self.engine.update_weights(1, in_flight=True)
+        (self.changed,) = self.engine.poll(_DEADLINE)
+        return self.compared(1, [_UNSEEN]) if good else (False, f"not written: {figure}")
 
     def ask(self, prompts: Sequence[tuple[int, ...]], **sampling: float) -> list[Completion]:
         """Responses of _ASKED_TOKENS tokens each."""
         return generate(self.engine, _requests(prompts, **sampling), deadline=_DEADLINE)
 
-    def compared(self, check: Check, done: Sequence[Completion], judge: int, **sampling: float) -> Result:
+    def compared(self, judge: int, prompts: Sequence[tuple[int, ...]], **sampling: float) -> Found:
+        """Ask, and compare with transformers' model number `judge`."""
+        return self.far_from(judge, prompts, self.ask(prompts, **sampling), **sampling)
+
+    def far_from(
+        self, judge: int, prompts: Sequence[tuple[int, ...]], done: Sequence[Completion], **sampling: float
+    ) -> Found:
         """Largest mean difference of a response's log-probs from those of transformers' model number `judge`."""
         far = 0.0
-        for one in done:
-            prompt = _UNSEEN if check is NEW_WEIGHTS else _ASKED[one.id.group]
+        for prompt, one in zip(prompts, done, strict=True):
             logits = self.judges[judge].logits([*prompt, *one.tokens[:-1]])[len(prompt) - 1 :]
             far = max(far, _difference(logits, one, **sampling))
-        return check.result(far <= self.nats, f"{far:.2g} nats", self.model, nats=self.nats)
+        return far <= self.nats, f"{far:.2g} nats"
 
-    def between(self, done: Completion) -> Result:
-        """A response whose weights changed in its middle. With latent attention transformers caches other tensors than
-        the engine, so only the parts are compared."""
+    def between(self) -> Found:
+        """The response whose weights changed in its middle. With latent attention transformers caches other tensors
+        than the engine, so only the parts are compared."""
         from transformers import DynamicCache
 
+        done = self.changed
         at, asked = done.segments[-1][0], len(_ASKED[0])
         if [version for _, version in done.segments] != [0, 1] or not 0 < at < len(done.tokens):
-            return IN_FLIGHT.result(False, f"parts {done.segments}", self.model, nats=self.nats)
+            return False, f"parts {done.segments}"
         if self.engine.options.config.get("kv_lora_rank"):
-            return IN_FLIGHT.result(True, f"new from token {at} on", self.model, nats=self.nats)
+            return True, f"new from token {at} on"
         cache, tokens = DynamicCache(), [*_ASKED[0], *done.tokens]
         (old, new), change = self.judges, asked + at - 1
         steps = [old.logits(tokens[:change], cache)[asked - 1 :], *(new.logits([t], cache) for t in tokens[change:-1])]
         far = _difference(torch.cat(steps), done)
-        return IN_FLIGHT.result(far <= self.nats, f"{far:.2g} nats", self.model, nats=self.nats)
+        return far <= self.nats, f"{far:.2g} nats"
 
-    def write(self, weights: Mapping[str, Tensor]) -> Result:
+    def write(self, which: int) -> Found:
         """Write all weights as the reshard does, through views of the live tensors, and read them back."""
-        live, shape = self.engine.parameters(), small_models.shape_of_model(self.model)
-        try:
-            layout = engine_layout(shape, engine_storage(shape, EngineParallel(1, 1), 0, live), 0)
-        except ValueError as error:
-            return WRITTEN.result(False, str(error), self.model)
+        live, shape, weights = self.engine.parameters(), small_models.shape_of_model(self.model), self.weights[which]
+        layout = engine_layout(shape, engine_storage(shape, EngineParallel(1, 1), 0, live), 0)
         pieces = [(name, s, s.view(live[name].data, s.start, s.size)) for name, some in layout.items() for s in some]
         values = [weights[s.name].narrow(s.axis, s.start, s.size).to(part) for _, s, part in pieces]
         for (_, _, part), value in zip(pieces, values, strict=True):
@@ -225,17 +208,13 @@ class EngineBench:
         live = self.engine.parameters()  # again, so that a write into a copy is seen
         read = [s.view(live[name].data, s.start, s.size) for name, s, _ in pieces]
         wrong = [f"{n} ({s.name})" for (n, s, _), v, r in zip(pieces, values, read, strict=True) if not r.equal(v)]
-        return WRITTEN.result(not wrong, wrong[0] if wrong else f"{len(pieces)} pieces", self.model)
+        return not wrong, wrong[0] if wrong else f"{len(pieces)} pieces"
 
-    def latent(self) -> Result:
+    def latent(self) -> Found:
+        self.engine.update_weights(0)
         pairs = vllm_api.latent_parts(self.engine._worker)
         wrong = sum(not one.equal(by_weights) for one, by_weights in pairs)
-        figure = f"{wrong} of {len(pairs)} are stale"
-        return (
-            DERIVED_TENSORS.result(not wrong, figure, self.model)
-            if pairs
-            else DERIVED_TENSORS.not_run("it has none", self.model)
-        )
+        return (not wrong, f"{wrong} of {len(pairs)} are stale") if pairs else (None, "it has none")
 
     def forms(self) -> dict[str, tuple[object, ...]]:
         """Name -> shape and strides of the live weights."""
@@ -265,20 +244,3 @@ def _difference(logits: Tensor, done: Completion, temperature: float = 1.0, top_
     far = (theirs - torch.tensor(done.logps)).abs()
     inside = far[theirs.isfinite()]  # rounding may move a token across the limit of top-p
     return float(inside.mean()) if len(inside) > 0.75 * len(far) else math.inf
-
-
-def main(argv: Sequence[str]) -> None:
-    activate_if_needed()
-    dist.init_process_group("gloo")
-    report, dtype, *models = argv
-    with scratch("mindspeed-rl-doctor-engine") as folder:
-        for model in models or small_models.SMALL_MODELS:
-            ResultFile(report).add([BUILD.name])
-            began = time.monotonic()
-            bench = EngineBench(model, dtype, Path(folder))
-            ResultFile(report).add([BUILD.result(True, f"{time.monotonic() - began:.0f} s", model)])
-            ResultFile(report).add(bench.checks())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

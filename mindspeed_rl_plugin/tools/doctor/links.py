@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median_low
 from typing import Any
@@ -14,25 +15,35 @@ import torch.distributed as dist
 from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.ranks import gather_all
-from mindspeed_rl_plugin.tools.doctor.memory_checks import busy, timed
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, result
+from mindspeed_rl_plugin.tools.doctor.memory_checks import LEAST_SHARE, busy, timed
+from mindspeed_rl_plugin.tools.doctor.program import Step
+from mindspeed_rl_plugin.tools.doctor.result import Check, Result
+from mindspeed_rl_plugin.tools.plan.plan import FAR_GB_PER_SECOND, NEAR_GB_PER_SECOND
 from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
 
-SPEED, POINT_TO_POINT = "compute speed", "point to point"
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SLOWER = 5  # times the median: named
-LINK_FIX = "test this link alone (nccl-tests, hccl_test); look at cable, port, switch and *_SOCKET_IFNAME"
-RANK_FIX = "look at temperature, clock and other processes of this device, and at the CPU cores of this rank"
+_link_fix = "test this link alone (nccl-tests, hccl_test); look at cable, port, switch and *_SOCKET_IFNAME"
+_rank_fix = "look at temperature, clock and other processes of this device, and at the CPU cores of this rank"
+_slower = f"less than {SLOWER} times the median"
+SPEED = Check("links", "compute speed", _slower, _rank_fix, True)
+POINT_TO_POINT = Check("links", "point to point", f"{_slower} of {{usual:.1f}} ms", _link_fix, True)
+_least = "at least {near:g} GB/s within a machine, {far:g} between two"
+LINK_SPEED = Check("links", "speed of most links", _least, "give `plan` these figures (--near, --far); " + _link_fix)
+_collective = partial(Check, "links", limit="right values in time", fix="report it with the versions of all libraries")
+COLLECTIVES = (*map(_collective, ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")),)
+LINK_CHECKS = (SPEED, POINT_TO_POINT, LINK_SPEED, *COLLECTIVES)
 Pair = tuple[int, int]  # sender, receiver
 
 
-def link_checks(device: Device, limit: float) -> dict[str, Callable[[], list[Result]]]:
-    """The checks by name; all ranks call them in this order. limit: seconds of each wait."""
-    channel, slow = P2PChannel(dist.get_rank(), deadline=limit), set[int]()
-    calls = {SPEED: partial(_speed, device, slow), POINT_TO_POINT: partial(_pairs, device, channel, slow)}
-    calls |= {name: partial(_collective, name, device, channel) for name in COLLECTIVES}
-    alone = {name: partial(list, [Result("links", name, NOT_RUN, "there is one rank")]) for name in calls}
-    return alone if dist.get_world_size() == 1 else calls
+def link_steps(device: Device, limit: float) -> Iterator[Step]:
+    """The checks; all ranks call them in this order. limit: seconds of each wait."""
+    if dist.get_world_size() == 1:
+        yield from (Step(check, lambda: (None, "there is one rank")) for check in LINK_CHECKS)
+        return
+    channel = P2PChannel(dist.get_rank(), deadline=limit)
+    yield Step(SPEED, partial(_speed, device))
+    yield Step(POINT_TO_POINT, partial(_pairs, device, channel))
+    yield from (Step(check, partial(_run, check.name, device, channel)) for check in COLLECTIVES)
 
 
 def _shared(value: Any) -> list[Any]:
@@ -43,13 +54,15 @@ def _shared(value: Any) -> list[Any]:
         raise ConnectionError(str(error)) from error
 
 
-def _speed(device: Device, slow: set[int]) -> list[Result]:
+def _speed(device: Device) -> list[Result]:
     every = _shared(min(timed(device, partial(busy, device)) for _ in range(15)))
     middle = median_low(every)
-    slow.update(rank for rank, seconds in enumerate(every) if seconds >= SLOWER * middle)
-    who = "".join(f"; rank {rank}: {every[rank] / middle:.0f} times as long" for rank in sorted(slow))
-    limit = f"less than {SLOWER} times the median"
-    return [result("links", SPEED, not slow, f"median {middle * 1e3:.1f} ms{who}", limit, RANK_FIX)]
+    slow = tuple(rank for rank, seconds in enumerate(every) if seconds >= SLOWER * middle)
+    times = ", ".join(f"{every[rank] / middle:.0f}" for rank in slow)
+    figure = (
+        f"{times} times as long as the median of {middle * 1e3:.1f} ms" if slow else f"median {middle * 1e3:.1f} ms"
+    )
+    return [replace(SPEED.result(not slow, figure), ranks=slow)]
 
 
 def meetings(rank: int, world: int) -> Iterator[Pair]:
@@ -70,33 +83,48 @@ def slow_pairs(times: Mapping[Pair, float], places: Sequence[str]) -> list[Pair]
     return [(a, b) for (a, b), s in times.items() if s >= SLOWER * usual[places[a] == places[b]]]
 
 
-def blame(slow: Sequence[Pair], world: int, known: set[int]) -> list[str]:
-    """A rank instead of its links if all of them are slow; other links. known: ranks that were named before."""
-    whole = {r for r in range(world) if world > 2 and sum(r in pair for pair in slow) == 2 * (world - 1)} - known
-    return [f"rank {r}" for r in sorted(whole)] + [f"{a}->{b}" for a, b in slow if not {a, b} & (whole | known)]
+def blame(slow: Sequence[Pair], world: int) -> dict[str, tuple[int, ...]]:
+    """What is slow -> its ranks: a rank instead of its links if all of them are slow; other links."""
+    whole = {r for r in range(world) if world > 2 and sum(r in pair for pair in slow) == 2 * (world - 1)}
+    return {f"rank {r}": (r,) for r in sorted(whole)} | {f"{a}->{b}": (a, b) for a, b in slow if not {a, b} & whole}
 
 
-def _pairs(device: Device, channel: P2PChannel, known: set[int]) -> list[Result]:
+def _pairs(device: Device, channel: P2PChannel) -> list[Result]:
     rank, world, send = channel.rank, dist.get_world_size(), partial(_message, device, channel)
     channel.share("the first collective", [rank], 1, device.current())  # connects all ranks
     places, parts = zip(*_shared((machine(), {pair: send(pair) for pair in meetings(rank, world)})), strict=True)
     times = {(a, b): seconds for b, part in enumerate(parts) for (a, to), seconds in part.items() if to == b}
-    named = blame(slow_pairs(times, places), world, known)
-    for pair in 3 * [p for p in times if f"{p[0]}->{p[1]}" in named]:  # again, alone: other load is no reason then
+    named = blame(slow_pairs(times, places), world)
+    for pair in 3 * [(a, b) for a, b in times if f"{a}->{b}" in named]:  # again, alone: other load is no reason then
         times[pair] = min(times[pair], _shared(send(pair) if rank in pair else 0.0)[pair[1]])
-    limit = f"less than {SLOWER} times the median of {median_low(times.values()) * 1e3:.1f} ms"
+    row = partial(POINT_TO_POINT.result, usual=median_low(times.values()) * 1e3)
     figures = {f"{a}->{b}": f"{s * 1e3:.1f} ms" for (a, b), s in times.items()}
-    bad = [(w, figures.get(w, "all its links are slow")) for w in blame(slow_pairs(times, places), world, known)]
-    row = partial(Result, "links", POINT_TO_POINT)
-    good = row(PASS, f"{len(times)} pairs, at most {max(times.values()) * 1e3:.1f} ms", limit)
-    return [row(FAIL, figure, limit, LINK_FIX if "->" in w else RANK_FIX, w) for w, figure in bad] or [good]
+    bad = blame(slow_pairs(times, places), world)
+    found = [replace(row(False, figures.get(w, "all its links are slow"), w), ranks=ranks) for w, ranks in bad.items()]
+    good = row(True, f"{len(times)} pairs, at most {max(times.values()) * 1e3:.1f} ms")
+    return [*(found or [good]), speed_of_most(times, places, device.is_cpu)]
+
+
+def speed_of_most(times: Mapping[Pair, float], places: Sequence[str], host: bool) -> Result:
+    """The median speed of the links within machines and of those between them. host: on a CPU each speed passes."""
+    sent, near, far = _bytes(host) / 1e9, NEAR_GB_PER_SECOND, FAR_GB_PER_SECOND / places.count(places[0])
+    least = [0.0 if host else LEAST_SHARE * plan for plan in (near, far)]
+    of_kind = [[s for (a, b), s in times.items() if (places[a] == places[b]) == kind] for kind in (True, False)]
+    found = [(sent / median_low(of), low) for of, low in zip(of_kind, least, strict=True) if of]
+    figure = ", ".join(f"{speed:.2f} GB/s" for speed, _ in found)
+    return LINK_SPEED.result(all(speed >= low for speed, low in found), figure, near=least[0], far=least[1])
+
+
+def _bytes(host: bool) -> int:
+    """Size of a message."""
+    return 4 << (22 if host else 24)
 
 
 def _message(device: Device, channel: P2PChannel, pair: Pair) -> float:
     """Least seconds of three messages of a pair; both ranks call it. The receiver asks for each message, so that the
     first one puts both ranks in step. Raises ValueError if a value is wrong."""
     (a, b), what = pair, f"the message {pair[0]}->{pair[1]}"
-    right = torch.arange(1 << (22 if device.is_cpu else 24), dtype=torch.int32, device=device.current()) + a
+    right = torch.arange(_bytes(device.is_cpu) // 4, dtype=torch.int32, device=device.current()) + a
     data, request = right * (channel.rank == a), right[:1].clone()
 
     def once() -> None:
@@ -110,7 +138,7 @@ def _message(device: Device, channel: P2PChannel, pair: Pair) -> float:
     return seconds
 
 
-def _collective(name: str, device: Device, channel: P2PChannel) -> list[Result]:
+def _run(name: str, device: Device, channel: P2PChannel) -> tuple[bool, str, float]:
     rank, world = channel.rank, dist.get_world_size()
     part = (1 << (18 if device.is_cpu else 22)) // world
     of = [torch.arange(world * part, device=device.current()).remainder(251).float() + r for r in range(world)]
@@ -123,5 +151,5 @@ def _collective(name: str, device: Device, channel: P2PChannel) -> list[Result]:
         "broadcast": (partial(dist.broadcast, own, world - 1), own, of[-1]),
     }[name]
     work = partial(MessageBatch, channel, name, {*range(world)} - {rank}, lambda: [start(async_op=True)], [out, own])
-    figure, fix = f"{timed(device, lambda: work().wait()) * 1e3:.1f} ms", "report it with the versions of all libraries"
-    return [result("links", name, torch.equal(out, right), figure, "right values in time", fix)]
+    seconds = timed(device, lambda: work().wait())
+    return torch.equal(out, right), f"{seconds * 1e3:.1f} ms", seconds

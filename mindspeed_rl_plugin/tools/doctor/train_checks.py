@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, read_metrics
 from mindspeed_rl_plugin.tools.convert import to_megatron
 from mindspeed_rl_plugin.tools.convert.arguments import flags, megatron_arguments
 from mindspeed_rl_plugin.tools.doctor import compare, small_models
-from mindspeed_rl_plugin.tools.doctor.engine_checks import BUILD, LOADED, LOGP_LIMITS, TELL_US
+from mindspeed_rl_plugin.tools.doctor.engine_checks import LOGP_LIMITS, TELL_US
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 from mindspeed_rl_plugin.tools.rehearse.capture import Done, run
@@ -33,48 +33,49 @@ from mindspeed_rl_plugin.tools.rehearse.substitutes import VARIED, make_tokenize
 
 # Largest distance of a ratio from 1: the pass before the update runs the same kernels.
 RATIO_LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.03}
-_train_check = partial(Check, "trainer")
-ARRIVE = _train_check(
+_check = partial(Check, "trainer")
+ARRIVE = _check(
     "weights arrive",
     "digests of trainer and engine are equal",
-    "a transfer loses, misplaces or changes weights; try the other --rl-reshard, and " + TELL_US,
+    f"a transfer loses, misplaces or changes weights; try the other --rl-reshard, and {TELL_US}",
+    True,
 )
-FINITE = _train_check(
+FINITE = _check(
     "weights are finite",
     "no NaN, no infinity",
     "the trainer's own weights are broken, not the transfer: look at the optimizer and at the kernels of the update",
+    True,
 )
-RUNS = _train_check("GRPO iterations", "they run to their end", "the message says why not", (ARRIVE, FINITE, BUILD))
-WHERE = _train_check(
+RUNS = _check("GRPO iterations", "they run to their end", "the message says why not", True)
+WHERE = _check(
     "where they part",
     "nowhere: at most {noise:g} of a token's norm",
     "what computes this first place differs: its weights, its flags in the launch script, its kernel in the engine",
-    (ARRIVE, FINITE, LOADED),
+    True,
 )
-AGREE = _train_check(
+AGREE = _check(
     "log-probs of trainer and engine",
     "at most {nats:g} nats (mean)",
     "trainer and engine agree on one prompt and not on many: look at sampling (temperature, top-p) and at batches",
-    (ARRIVE, FINITE, LOADED, WHERE),
+    True,
 )
-RATIO = _train_check(
+RATIO = _check(
     "ratio of the first update",
     "1 +- {ratio:g}",
     "the update computes other log-probs than the pass before it: is dropout on, or a kernel not deterministic?",
-    (ARRIVE, FINITE),
+    True,
 )
-GROWTH = _train_check("memory of successive iterations", "at most +{mib} MiB", f"memory is not given back: {TELL_US}")
-RESUME = _train_check(
+GROWTH = _check("memory of successive iterations", "at most +{mib} MiB", f"memory is not given back: {TELL_US}")
+RESUME = _check(
     "save and resume",
     "iterations 2 and 3 have the same numbers",
     f"a checkpoint does not restore everything: {TELL_US}",
-    (RUNS, WHERE, AGREE, RATIO),
+    True,
 )
-KILLED = _train_check(
+KILLED = _check(
     "a rank killed in a transfer",
     "the job ends within {seconds} s and names rank {rank}",
     "nothing tells the other ranks that one is gone: is a proxy or firewall between the machines?",
-    (RUNS, RESUME),
 )
 TRAIN_CHECKS = (ARRIVE, FINITE, RUNS, WHERE, AGREE, RATIO, GROWTH, RESUME, KILLED)
 

@@ -36,7 +36,7 @@ from mindspeed_rl_plugin.tools.plan.script_args import read_script
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 GB = 1e9
-HOST_GB_PER_SECOND = 25.0  # default of --host
+NEAR_GB_PER_SECOND, FAR_GB_PER_SECOND, HOST_GB_PER_SECOND = 50.0, 100.0, 25.0  # defaults of --near, --far, --host
 RUN_DEFAULT = "tp1"  # engines of a run without --rl-generate-tp and --rl-generate-ep
 
 
@@ -71,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--generate-world", type=int, help="ranks of all engines (default: as many as train)")
     add("--generate-first", type=int, default=0, help="first rank with an engine (default: 0)")
     add("--node", type=int, help="ranks per node (default: the script's, else 8)")
-    add("--near", type=float, default=50.0, help="GB/s between ranks of a node (default: 50)")
-    add("--far", type=float, default=100.0, help="GB/s from a node to all others (default: 100; arXiv 2507.19017: 0.3)")
+    add("--near", type=float, default=NEAR_GB_PER_SECOND, help="GB/s between ranks of a node (default: 50)")
+    of_node = "GB/s from a node to all others (default: 100; arXiv 2507.19017: 0.3)"
+    add("--far", type=float, default=FAR_GB_PER_SECOND, help=of_node)
     of_host = "GB/s from a device to its host (default: 25; arXiv 2507.19017: 50)"
     add("--host", type=float, default=HOST_GB_PER_SECOND, help=of_host)
     add("--device-gb", type=float, default=64.0, help="GB of memory per device (default: 64)")

@@ -186,10 +186,7 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
     if done.code is None:
-        return (
-            f"{script} did not reach torchrun within {done.seconds:.0f} s; does it wait for an "
-            "event?"
-        )
+        return f"{script} did not reach torchrun within {done.seconds:.0f} s; does it wait for an event?"
     if away := [line for line in skipped if line.split()[0] in OTHER_LAUNCHERS.split()]:
         return (
             f"{script} starts training by {away[0].split()[0]} ({away[0][:200]}), which is not run here; give the "

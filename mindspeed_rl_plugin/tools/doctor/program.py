@@ -1,0 +1,112 @@
+"""Runs checks in processes of their own. Each process writes a line before each check and a line with its results, so
+that a check that hangs or crashes is a result, too.
+
+    torchrun ... -m mindspeed_rl_plugin.tools.doctor.program FOLDER SECONDS ranks
+    torchrun ... -m mindspeed_rl_plugin.tools.doctor.program FOLDER SECONDS engine DTYPE MODEL ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mindspeed_rl_plugin.environment import flush_output, launch_env
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
+from mindspeed_rl_plugin.tools.rehearse.capture import run
+from mindspeed_rl_plugin.tools.rehearse.outcome import reason
+
+WAITED, HUNG, DIED = 1, 2, 3  # `Result.ended`
+GRACE_SECONDS = 3.0  # for the results of the other ranks; then this rank ends, and torchrun ends them
+_EXIT_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)", re.DOTALL)  # in torchrun's last lines
+
+
+@dataclass(frozen=True)
+class Step:
+    """A check and its function, which returns results, or the first arguments of `Check.result`."""
+
+    check: Check
+    call: Callable[[], Sequence[Any]]
+    where: str = ""
+    limits: Mapping[str, object] = field(default_factory=dict)
+
+    def results(self) -> list[Result]:
+        """Call the function. An error is a failure."""
+        try:
+            found = self.call()
+        except (RuntimeError, ValueError, OSError, MemoryError, TypeError, LookupError, AssertionError) as error:
+            kind = WAITED if isinstance(error, TimeoutError | ConnectionError) else DIED
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            return [self.check.ended(kind, text, self.where)]
+        if isinstance(found, list):
+            return found
+        good, figure, *value = found
+        return [self.check.result(good, figure, self.where, *value, **self.limits)]
+
+
+def main(folder: str, seconds: str, what: str, *arguments: str) -> int:
+    """Run the checks of this process. Returns 1 if one has not come to its end: later ones of its place do not run."""
+    from mindspeed_rl_plugin.tools.doctor import engine_checks, rank_checks
+
+    faulthandler.dump_traceback_later(float(seconds), exit=True)  # also if the caller was killed
+    steps = rank_checks.steps(float(seconds) / 5) if what == "ranks" else engine_checks.steps(*arguments)
+    broken = set[str]()
+    with open(Path(folder, f"rank-{launch_env()['rank']}.jsonl"), "w", buffering=1) as file:
+        for step in (step for step in steps if step.where not in broken):
+            about = {"part": step.check.part, "name": step.check.name, "where": step.where, "at": time.time()}
+            print(json.dumps(about), file=file)
+            found = step.results()
+            print(json.dumps({"results": [asdict(one) for one in found]}), file=file)
+            if step.check.part != "memory" and any(one.ended for one in found):
+                broken.add(step.where)
+    time.sleep(GRACE_SECONDS if broken else 0)
+    return 1 if broken else 0
+
+
+def run_checks(
+    nodes: Nodes, folder: Path, seconds: float, env: Mapping[str, str], table: Sequence[Check], *arguments: str
+) -> list[Result]:
+    """Results of this machine's processes; afterwards none of them runs. folder: a new one for their files; seconds:
+    limit for all; table: the checks, in their order; arguments: what the processes run, see above."""
+    folder.mkdir()
+    places, began, results, inside = arguments[2:] or ("",), time.time(), list[Result](), dict[int, dict[str, Any]]()
+    command = nodes.torchrun("-m", __name__, str(folder), str(seconds), *arguments)
+    done = run(command, folder / "log", seconds, env=env)
+    for rank in range(nodes.index * nodes.ranks, (nodes.index + 1) * nodes.ranks):
+        line = {"part": table[0].part, "name": table[0].name, "where": places[0], "at": began}
+        with contextlib.suppress(OSError, ValueError), open(folder / f"rank-{rank}.jsonl") as file:
+            for line in map(json.loads, file):  # noqa: B007 - the last one is used
+                results += [_of_rank(rank, Result.of(row)) for row in line.get("results", ())]
+        inside |= {rank: line} if "at" in line else {}
+    status = {int(rank): code for rank, code in _EXIT_STATUS.findall("\n".join(done.lines))}
+    for rank, line in inside.items():
+        (check,) = (c for c in table if (c.part, c.name) == (line["part"], line["name"]))
+        code, after = status.get(rank, "-15"), f"{time.time() - line['at']:.0f} s"  # torchrun ends the others by -15
+        died = f"died after {after} with exit status {code}: {reason(done)}"
+        how = (HUNG, f"hung for {after}") if code == "-15" else (DIED, died)
+        results.append(_of_rank(rank, check.ended(*how, line["where"])))
+    ran = {(r.check, place) for r in results for place in (r.where, "")}
+    left = [
+        check.not_run("an earlier check failed", p) for p in places for check in table if (check.name, p) not in ran
+    ]
+    return [*merge(results), *left]
+
+
+def _of_rank(rank: int, one: Result) -> Result:
+    """A failure of a rank names the rank, if it does not name others."""
+    return replace(one, ranks=one.ranks or (rank,)) if one.verdict == FAIL and one.part != "engine" else one
+
+
+if __name__ == "__main__":
+    exit_status = main(*sys.argv[1:])
+    flush_output()
+    os._exit(exit_status)  # threads of communication libraries may hang at the end of the interpreter
