@@ -134,7 +134,7 @@ def test_clocks_and_ports_between_machines(monkeypatch: pytest.MonkeyPatch) -> N
     now = machine.time.time
     assert {r.verdict for rows in of_machines(now, now, lambda: now() + 1) for r in rows} == {PASS}
     failed = guilty(r for rows in of_machines(now, now, lambda: now() - 3600) for r in rows)
-    assert [(r.check, r.where) for r in failed] == [("clock", "machine 2")] and failed[0].figure.startswith("3600.")
+    assert [r.check for r in failed] == ["clock"] and failed[0].figure.startswith("3600.")
     assert {r.verdict for r in machine.between(Nodes(2))} == {NOT_RUN}
     found = explained([r for rows in of_machines(now, now, seconds=0.5) for r in rows], doctor.ALL_CHECKS)
     assert [r.check for r in guilty(found)] == ["ports", "ports"]  # the third machine never comes

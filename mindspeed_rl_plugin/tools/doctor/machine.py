@@ -134,12 +134,12 @@ def between(nodes: Nodes, seconds: float = 30.0, now: Callable[[], float] = time
     if nodes.count == 1:
         return [check.not_run("there is one machine") for check in (PORTS, CLOCK)]
     nodes.store.set_timeout(timedelta(seconds=seconds))
-    found, where = [], f"machine {nodes.index}"
+    found = []
     for check, call in ((PORTS, _reached), (CLOCK, partial(_offset, now=now))):
         try:
-            found.append(check.result(*call(nodes), where))
+            found.append(check.result(*call(nodes)))
         except RuntimeError as error:  # the store's; the key in its text ends with a machine's number
-            found.append(check.ended(1, f"no answer within {seconds:g} s: {str(error).splitlines()[0]}", where))
+            found.append(check.ended(1, f"no answer within {seconds:g} s: {str(error).splitlines()[0]}"))
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -17,7 +18,8 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
 
-ANSWERS = Check("machine", "results", fix="start doctor on all machines at once; look at the output of this one")
+_at_once = "start doctor on all machines at once; look at the output of this one"
+ANSWERS = Check("machine", "results", fix=_at_once, explains=True)
 JOIN_SECONDS = 60.0  # from the start of the first machine to that of the last one
 
 
@@ -61,7 +63,7 @@ class Nodes:
 
     def gather(self, mine: Sequence[Result], seconds: float) -> list[Result]:
         """The results of all machines, on the first one; on others their own. seconds: limit for the others' checks.
-        A failure that names no rank names its machine."""
+        A failure that names no rank names its machine, if it is not one of all machines."""
         if self.count == 1:
             return list(mine)
         self.store.set_timeout(timedelta(seconds=seconds))
@@ -70,14 +72,18 @@ class Nodes:
             with contextlib.suppress(RuntimeError):
                 self.store.wait(["doctor/done"])
             return list(mine)
-        found = []
+        rows, count = list[tuple[int, Result]](), Counter[tuple[str, str, str]]()
         for index in range(self.count):
             try:
-                rows = map(Result.of, json.loads(self.store.get(f"doctor/{index}")))
+                own = [*map(Result.of, json.loads(self.store.get(f"doctor/{index}")))]
             except RuntimeError:
-                rows = [ANSWERS.ended(1, f"none within {seconds:.0f} s", f"machine {index}")]
-            for r in rows:
-                apart = r.verdict == FAIL and not r.ranks and "machine" not in r.where
-                found.append(replace(r, where=", ".join(filter(None, (r.where, f"machine {index}")))) if apart else r)
+                own = [ANSWERS.ended(1, f"none within {seconds:.0f} s")]
+            rows += [(index, r) for r in own]
+            count.update({(r.part, r.check, r.where) for r in own if r.verdict == FAIL and not r.ranks})
         self.store.set("doctor/done", "")
-        return merge(found)
+        return merge(
+            replace(r, where=", ".join(filter(None, (r.where, f"machine {index}"))))
+            if 0 < count[r.part, r.check, r.where] < self.count and r.verdict == FAIL and not r.ranks
+            else r
+            for index, r in rows
+        )
