@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import html
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -22,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.monitor.run_files import versions, write_text
 from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_checks, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import ANSWERS, Nodes
@@ -44,8 +42,6 @@ from mindspeed_rl_plugin.tools.report.report import embed
 
 ENGINE_SECONDS = 300.0  # limit of a process of the engine checks, and of running SCRIPT.sh
 DOCTOR_PARTS = ("machine", "memory", "links", "engine", "trainer")
-# An error of doctor itself in a part.
-ITSELF = {part: Check(part, "doctor itself", fix=engine_checks.TELL_US) for part in DOCTOR_PARTS}
 ALL_CHECKS = (ANSWERS, *machine.MACHINE_CHECKS, *rank_checks.RANK_CHECKS, *engine_checks.ENGINE_CHECKS)
 ALL_CHECKS += train_checks.TRAIN_CHECKS
 
@@ -70,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_text(options.out, "")  # a folder that cannot be written is noticed before minutes of checks
         results, whole = list[Result](), False
         with contextlib.suppress(KeyboardInterrupt), _folder(options) as folder:
-            for one in _Doctor(options, nodes, folder).results():
+            for one in _Doctor(options, nodes, Path(folder)).results():
                 results.append(one)
             whole = True
         results = explained(nodes.gather(results, 2 * ENGINE_SECONDS), ALL_CHECKS)
@@ -140,7 +136,9 @@ class _Doctor:
             try:
                 yield from parts[name]()
             except (ValueError, OSError, RuntimeError, TypeError, LookupError) as error:
-                yield ITSELF[name].ended(3, f"{type(error).__name__}: {error}")
+                yield Check(name, "doctor itself", fix=engine_checks.TELL_US).ended(
+                    3, f"{type(error).__name__}: {error}"
+                )
 
     def _machine(self, launch: CapturedLaunch, flags: Flags) -> Iterator[Result]:
         save = flags.get("--save") or ""
@@ -150,8 +148,8 @@ class _Doctor:
         yield from machine.between(self.nodes)
 
     def _ranks(self, seconds: float) -> list[Result]:
-        env = environment_apart() | {"TMPDIR": str(self.folder)}
-        return run_checks(self.nodes, self.folder / "ranks", seconds, env, rank_checks.RANK_CHECKS, "ranks")
+        folder, env = self.folder / "ranks", _environment(self.folder)
+        return run_checks(self.nodes, folder, seconds, env, rank_checks.RANK_CHECKS, "ranks")
 
     def _engine(self, dtype: str, cpu: bool) -> Iterator[Result]:
         """On an accelerator a process for each model: vLLM's sleep mode allows one engine in a process."""
@@ -207,19 +205,13 @@ def _even(ranks: int) -> int:
     return min(ranks - ranks % 2, 8) or 1
 
 
-@contextlib.contextmanager
-def _folder(options: argparse.Namespace) -> Iterator[Path]:
+def _folder(options: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
     """The folder for generated files, removed at the end, also after Ctrl-C and SIGTERM, unless --keep names it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if options.keep:
-        Path(options.keep).mkdir(parents=True)
-        yield Path(options.keep).resolve()
-        return
-    folder = Path(tempfile.mkdtemp(prefix="mindspeed-rl-doctor-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    if not options.keep:
+        return tempfile.TemporaryDirectory(prefix="mindspeed-rl-doctor-", ignore_cleanup_errors=True)
+    Path(options.keep).mkdir(parents=True)
+    return contextlib.nullcontext(str(Path(options.keep).resolve()))
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -237,15 +229,11 @@ def page(results: Sequence[Result]) -> str:
     """One HTML page: the table, and the same as JSON; without addresses, folders, and names of this machine and
     user."""
     names = {socket.gethostname(), os.environ.get("USER", ""), Path.home().name} - {"", "root"}
-    clean = [
-        dataclasses.replace(
-            r,
-            figure=without_private(r.figure, names),
-            where=without_private(r.where, names),
-            fix=r.fix if r.verdict == FAIL else "",
-        )
-        for r in results
-    ]
+    clean = []
+    for r in results:
+        figure, where = without_private(r.figure, names), without_private(r.where, names)
+        fix = r.fix if r.verdict == FAIL else ""
+        clean.append(dataclasses.replace(r, figure=figure, where=where, fix=fix))
     data = {"versions": versions(), "device": get_device().kind, "time": int(time.time())}
     data["results"] = [dataclasses.asdict(r) for r in clean]
     text = "\n".join([", ".join(f"{k} {v}" for k, v in data["versions"].items()), "", table(clean)])
