@@ -7,10 +7,13 @@ import json
 import os
 import socket
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 from torch.distributed import Store, TCPStore
 
@@ -19,8 +22,9 @@ from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
 
 _at_once = "start doctor on all machines at once; look at the output of this one"
-ANSWERS = Check("machine", "results", fix=_at_once, explains=True)
+ANSWERS = Check("machine", "results of all machines", fix=_at_once, explains=True)
 JOIN_SECONDS = 60.0  # from the start of the first machine to that of the last one
+SILENT_SECONDS = 30.0  # a machine that does not count for so long is gone
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,17 @@ class Nodes:
             return cls(2 if device.is_cpu else device.api.device_count())
         if given["LOCAL_RANK"]:
             return None
-        address, limit = os.environ["MASTER_ADDR"], timedelta(seconds=JOIN_SECONDS)
-        store = TCPStore(address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-        if given["GROUP_RANK"] == 0:
+        address, limit, index = os.environ["MASTER_ADDR"], timedelta(seconds=JOIN_SECONDS), given["GROUP_RANK"]
+        connect = partial(TCPStore, address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
+        store = connect()
+        threading.Thread(target=_count, args=(connect(), index), daemon=True).start()
+        if index == 0:
             with socket.create_server(("", 0)) as listener:
                 store.set("doctor/port", str(listener.getsockname()[1]))
         for name in os.environ.keys() - environment_apart().keys():
             del os.environ[name]
         port = int(store.get("doctor/port"))
-        return cls(ranks, given["WORLD_SIZE"] // ranks, given["GROUP_RANK"], address, port, store)
+        return cls(ranks, given["WORLD_SIZE"] // ranks, index, address, port, store)
 
     def torchrun(self, *arguments: str) -> list[str]:
         """The command line that starts this machine's ranks with these arguments."""
@@ -61,29 +67,43 @@ class Nodes:
         where = [f"--nnodes={self.count}", *first] if self.count > 1 else ["--standalone"]
         return [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={self.ranks}", *arguments]
 
-    def gather(self, mine: Sequence[Result], seconds: float) -> list[Result]:
-        """The results of all machines, on the first one; on others their own. seconds: limit for the others' checks.
-        A failure that names no rank names its machine, if it is not one of all machines."""
+    def gather(self, mine: Sequence[Result]) -> list[Result]:
+        """The results of all machines, on the first one; on others their own. A failure that names no rank names its
+        machine, if it is not one of all machines."""
         if self.count == 1:
             return list(mine)
-        self.store.set_timeout(timedelta(seconds=seconds))
         self.store.set(f"doctor/{self.index}", json.dumps([asdict(r) for r in mine]))
         if self.index:
-            with contextlib.suppress(RuntimeError):
-                self.store.wait(["doctor/done"])
+            with contextlib.suppress(RuntimeError):  # the first machine has ended
+                self._comes("doctor/done", 0)
             return list(mine)
-        rows, count = list[tuple[int, Result]](), Counter[tuple[str, str, str]]()
-        for index in range(self.count):
-            try:
-                own = [*map(Result.of, json.loads(self.store.get(f"doctor/{index}")))]
-            except RuntimeError:
-                own = [ANSWERS.ended(1, f"none within {seconds:.0f} s")]
-            rows += [(index, r) for r in own]
-            count.update({(r.part, r.check, r.where) for r in own if r.verdict == FAIL and not r.ranks})
+        came = [index for index in range(self.count) if self._comes(f"doctor/{index}", index)]
+        rows = [(i, Result.of(row)) for i in came for row in json.loads(self.store.get(f"doctor/{i}"))]
+        lost = sorted({*range(self.count)} - {*came})
+        rows.append((0, ANSWERS.result(not lost, f"machines without results: {lost or 'none'}")))
         self.store.set("doctor/done", "")
+        apart = Counter((r.part, r.check, r.where) for _, r in rows if r.verdict == FAIL and not r.ranks)
         return merge(
-            replace(r, where=", ".join(filter(None, (r.where, f"machine {index}"))))
-            if 0 < count[r.part, r.check, r.where] < self.count and r.verdict == FAIL and not r.ranks
+            replace(r, where=f"{r.where}, machine {i}".removeprefix(", "))
+            if r.verdict == FAIL and r.check != ANSWERS.name and 0 < apart[r.part, r.check, r.where] < self.count
             else r
-            for index, r in rows
+            for i, r in rows
         )
+
+    def _comes(self, key: str, index: int) -> bool:
+        """Wait for a key of the store. Returns False if the machine that sets it is gone."""
+        counted, since = -1, 0.0
+        while not self.store.check([key]):
+            if (now := self.store.add(f"doctor/count {index}", 0)) != counted:
+                counted, since = now, time.monotonic()
+            elif time.monotonic() > since + SILENT_SECONDS:
+                return False
+            time.sleep(0.2)
+        return True
+
+
+def _count(store: Store, index: int) -> None:
+    """Count in the store, so that other machines know that this one goes on."""
+    with contextlib.suppress(RuntimeError):  # the store has ended
+        while store.add(f"doctor/count {index}", 1):
+            time.sleep(1)
