@@ -117,7 +117,7 @@ class WorkerPool:
         for worker in self.workers:
             if calls := [now - call.began for call in list(worker.calls.values())]:
                 how = ", which a signal has stopped" if state_of(worker.pid, began(worker.pid)) == "stopped" else ""
-                yield f"{worker.who} (process {worker.pid}){how}, {len(calls)} call{"s" * (len(calls) > 1)}", max(calls)
+                yield f"{worker.who} (process {worker.pid}){how}, {len(calls)} call{'s' * (len(calls) > 1)}", max(calls)
 
     def _give(self, worker: PoolWorker) -> bool:
         """Give a worker its next call. Returns whether there was one that it can take."""
