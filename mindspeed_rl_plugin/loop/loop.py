@@ -67,4 +67,5 @@ class Loop:
         return result
 
     def _place(self) -> str:
-        return f"iteration {self.job.monitor.clock.iteration}, rollout {self.job.plan.epoch}, weights {self.version}"
+        rollout = max(self.job.plan.epoch, 0)  # before the first one: what is done is done for it
+        return f"iteration {self.job.monitor.clock.iteration}, rollout {rollout}, weights {self.version}"

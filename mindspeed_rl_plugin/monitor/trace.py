@@ -48,8 +48,8 @@ class Trace:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage: in the status of this process, and a named range in any trace, also in that of Megatron's --profile
-        (for nsys its `emit_nvtx` makes NVTX ranges of such ranges)."""
+        """A stage, in the status of this process, and a named range in any trace, also in that of Megatron's --profile
+        (for nsys its `emit_nvtx` makes NVTX ranges of them)."""
         alone = self._profiler is None and self._wanted() and name in self._traced.stages
         if alone:
             self._start()

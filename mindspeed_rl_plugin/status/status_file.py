@@ -91,8 +91,9 @@ class StatusFile:
             in_background("status", partial(self.end, why)).result(LAST_SECONDS)
 
     def write(self, ended: str = "") -> None:
-        """Write the status. If it is too long for the file, no facts are written, and only the innermost entry of each
-        thread (of 20 threads at most)."""
+        """Write the status: name, ranks, signal (for stacks), machine, process and `began` of it; ended (why, or "");
+        said, its last line; threads, (what, whom, seconds) of each, the innermost last, the main thread first; facts by
+        kind. If it is too long for the file: no facts, and the innermost entries of 20 threads at most."""
         now = time.monotonic()
         threads = [[(what, whom, now - at) for what, whom, at in entries] for _, entries in sorted(_threads.items())]
         facts: dict[str, list[Fact]] = {}

@@ -9,23 +9,15 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_rl_plugin.processes import in_background, machine, state_of
-from mindspeed_rl_plugin.status.status_file import (
-    FILE_BYTES,
-    IN_ORDER,
-    NO_SIGNAL,
-    WRITE_SECONDS,
-    Fact,
-    own_folder,
-    stacks_file,
-)
+from mindspeed_rl_plugin.status.status_file import IN_ORDER, NO_SIGNAL, WRITE_SECONDS, own_folder, stacks_file
 
 LATE_SECONDS = 5.0  # of one call or wait; a shorter one is no sign of a hang
 UNWRITTEN_SECONDS = 5 * WRITE_SECONDS  # without a write; then a process counts as stopped or dead
@@ -35,27 +27,12 @@ FACTS_OF_KIND = 6  # most facts of a kind
 STACKS_SECONDS = 3.0  # for a process to write its stacks
 STORY_SECONDS = 5.0  # limit for the story in a message: a file system that hangs must not delay the message
 READ_ATTEMPTS = 5  # attempts to read a file that is being written
-
-
 # Kinds of facts that the story tells, and after how many seconds the process of such a fact counts as late
 TOLD = {"groups": inf, "engines": 20.0, "calls": LATE_SECONDS}
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A process, as its status file shows it."""
-
-    name: str
-    ranks: int  # number of trainers, 0 if it is no trainer
-    signal: str  # at which it writes its stacks
-    machine: str
-    process: int
-    began: int | None  # see `processes.began`
-    ended: str  # why it has ended, as it wrote itself; "": it wrote no end
-    said: str  # its last line
-    threads: list[list[tuple[str, str, float]]]  # (what, whom, seconds), the innermost last; the main thread first
-    facts: dict[str, list[Fact]]
-    silent: float  # seconds since its last write
+class Seen(SimpleNamespace):
+    """What the status file of a process has, see `StatusFile.write`; and `silent`, the seconds since its last write."""
 
     @cached_property
     def state(self) -> str:
@@ -84,10 +61,7 @@ class Seen:
     def where(self) -> str:
         """What it does, in words."""
         outer = [what for entries in self.threads[:1] for what, whom, _ in entries[:-1] if not whom]
-        parts = [
-            f"{what} for {seconds:.0f} s" + (f", waits for {whom}" if whom else "")
-            for what, whom, seconds in self.inner
-        ]
+        parts = [f"{what} for {s:.0f} s" + (f", waits for {whom}" if whom else "") for what, whom, s in self.inner]
         return "; ".join([*(f"in {what}" for what in outer[-1:]), *parts]) or "between two stages"
 
     def how(self) -> str:
@@ -114,9 +88,8 @@ def read(folder: Path) -> list[Seen]:
 def _status(path: Path) -> dict[str, Any]:
     """The contents of a status file; empty if there are none yet."""
     for _ in range(READ_ATTEMPTS):
-        raw = path.read_bytes()
         with contextlib.suppress(ValueError):
-            return json.loads(raw) if len(raw) == FILE_BYTES else {}
+            return json.loads(path.read_bytes())
         time.sleep(0.05)
     return {}
 
@@ -135,29 +108,28 @@ def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
     there = {s.name: s for s in seen if not s.lost}
     alive = [s for s in there.values() if not s.ended]
     waited = any(whom.startswith("rank") for s in alive for _, whom, _ in s.inner)
-    stages = [(what, seconds) for s in alive if s.name.startswith("rank ") for what, _, seconds in s.inner[:1]]
-    longest = max((seconds for _, seconds in stages), default=0.0)
+    ranks = [s.inner[0] for s in alive if s.name.startswith("rank ") and s.inner]
+    apart = len({what for what, _, _ in ranks}) > 1
+    behind = max([LATE_SECONDS, *(seconds - LATE_SECONDS for _, _, seconds in ranks)])  # seconds in a stage
     for s in seen:
         here = f"{s.name} on {s.host}: "
         if s.lost:
             yield 0, f"{here}{s.how()}; its last status: {s.where()}", s.silent
-        if s not in alive:
+        if s.lost or s.ended:
             continue
         for other, seconds in s.facts.get("links", ()):
             if other in there:
                 yield 1, f"the network between {s.name} on {s.host} and {other} on {there[other].host}", seconds
-        for text, seconds in (
-            fact for kind, limit in TOLD.items() for fact in s.facts.get(kind, ()) if fact[1] > limit
-        ):
-            yield 2, f"{text} for {seconds:.0f} s, for which {s.name} waits", seconds
+        for kind, limit in TOLD.items():
+            late = (fact for fact in s.facts.get(kind, ()) if fact[1] > limit)
+            yield from ((2, f"{text} for {seconds:.0f} s, for which {s.name} waits", seconds) for text, seconds in late)
         for what, whom, seconds in s.inner:
             if whom and not whom.startswith("rank") and seconds > LATE_SECONDS:
                 yield 3, f"{whom}, for which {s.name} waits ({what})", seconds
-        for what, whom, seconds in s.inner[:1]:
+        for _, whom, seconds in s.inner[:1]:
             if waited and not whom and seconds > LATE_SECONDS:
                 yield 4, here + s.where(), seconds
-            apart = s.name.startswith("rank ") and any(other != what for other, _ in stages)
-            if apart and seconds > max(longest - LATE_SECONDS, LATE_SECONDS):
+            if apart and s.name.startswith("rank ") and seconds > behind:
                 yield 5, f"{here}{s.where()}, while other ranks are in another stage", seconds
 
 
@@ -202,11 +174,8 @@ def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
 
 def _lines(seen: Sequence[Seen]) -> Iterator[str]:
     """A line for each process; neighbours in the order of names that do the same share a line."""
-
-    def same(one: Seen) -> tuple[object, ...]:
-        return one.host, one.at, one.lost, [what_whom[:2] for what_whom in one.inner]
-
-    groups = [list(group) for _, group in groupby(seen, key=same)]
+    same = groupby(seen, key=lambda s: (s.host, s.at, s.lost, [activity[:2] for activity in s.inner]))
+    groups = [list(group) for _, group in same]
     for group in groups[:STORY_LINES]:
         first, last = group[0], group[-1]
         names = first.name if first is last else f"{first.name} to {last.name}"

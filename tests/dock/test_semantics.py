@@ -332,6 +332,7 @@ def test_a_status_tells_the_open_groups_and_who_has_their_rows(make_one) -> None
     dock.commit_part(lease, tokens([sid(0, 1)]))
     whose = "generate 2 (rows: 3 nobody, 1 rank 0), the first, group 1 of rollout 0,"
     assert told()[0] == (whose, 0.0), "another is the first"
+    dock.release(lease)
     dock.clear(0)
     assert told() == []
 
