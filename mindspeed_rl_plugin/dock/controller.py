@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
@@ -146,6 +147,18 @@ class Controller:
         owners = [self._epochs[n].owner[part // self._epochs[n].shape.members] for n, part in rows]
         shapes = [(number, self._epochs[number].shape) for number in dict(rows)]
         return replace(Grant.empty(0), ids=self._ids(rows), owner=np.concatenate([*owners, EMPTY]), shapes=shapes)
+
+    def at_work(self) -> tuple[np.ndarray, Counter[str]]:
+        """For a person: `[groups, 2]` ids of the groups that have ready rows without an acknowledgement, and the number
+        of these rows by the name of their holder. Takes no lock, so that it can be called while another thread hangs.
+        """
+        ready = [(number, view.undone() & (view.lacking == 0)) for number, view in sorted(self._epochs.items())]
+        ids, rows = self._ids([(number, mask.nonzero()[0]) for number, mask in ready]), Counter[str]()
+        for held in list(self._leases.values()):
+            views = ((self._epochs[number], part) for number, part in held.rows if number in self._epochs)
+            rows[str(held.holder)] += sum(int((view.status[part] == LEASED).sum()) for view, part in views)
+        rows["nobody"] = len(ids) - rows.total()
+        return np.unique(ids[:, :2], axis=0), +rows
 
     def explain(self, ask: Ask) -> str:
         """Why a request was not served within its deadline: which columns are missing, which states write them, and

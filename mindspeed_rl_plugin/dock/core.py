@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,11 @@ OUTSIDE = "outside"  # names of processes outside of the job begin with it
 AFTER, MEMORY = "(records)", "(memory)"  # keys of `Core.wake`, in addition to the names of states
 ANY = " (any rows)"  # after the name of a state: key of the requests for any ready rows
 BulkAnswer = tuple[m.Message, Sequence[Any]]  # an answer, and buffers of cells that are sent with it
+
+
+def called(name: str) -> str:
+    """A readable name, WHO, of a process. name: "outside WHO NUMBER" for one outside of the job."""
+    return name.removeprefix(f"{OUTSIDE} ").rpartition(" ")[0] if name.startswith(OUTSIDE) else name
 
 
 class Request(NamedTuple):
@@ -57,6 +62,7 @@ class Core:
         self.lock = threading.RLock()  # of the rows
         self._changed = defaultdict(lambda: threading.Condition(self.lock))  # by key of `wake`
         self._handlers: dict[type[m.Message], tuple[Handler, bool]] = {}
+        self._first: dict[str, tuple[list[int], float]] = {}  # state -> its first open group, and since when it is that
         self.serve(
             {
                 m.Ask: self._on_ask,
@@ -120,6 +126,19 @@ class Core:
         if isinstance(answer, tuple):
             self.served["bytes"] += sum(len(part) for part in answer[1])
         return answer if isinstance(answer, (str, tuple)) else (answer, ())
+
+    def open_groups(self, states: Sequence[str]) -> Iterator[tuple[str, float]]:
+        """For the status of this process: of each of these states that it serves, a text about the groups at work, and
+        for how many seconds the same group has been the first of them."""
+        for state in (state for state in states if state in self.controllers):
+            groups, rows = self.controllers[state].at_work()
+            if len(groups):
+                first = groups[0].tolist()
+                if self._first.get(state, ([], 0.0))[0] != first:
+                    self._first[state] = first, self.clock()
+                whose = ", ".join(f"{count} {called(name)}" for name, count in rows.most_common(4))
+                text = f"{state} {len(groups)} (rows: {whose}), the first, group {first[1]} of rollout {first[0]},"
+                yield text, self.clock() - self._first[state][1]
 
     def close(self) -> None:
         """Free the memory that this process keeps for others. Idempotent."""

@@ -95,7 +95,7 @@ class Watch:
         self._expected: dict[int, float] = {}  # rank -> since when
         self._ticked = self._sent = clock()
         self._stopping = threading.Lock()
-        also(f"silent {id(self)}", self._silent)
+        also(f"links {id(self)}", self._silent)
 
     def add(self, link: Link) -> None:
         """Watch a link from now on."""

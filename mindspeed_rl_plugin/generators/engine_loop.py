@@ -19,7 +19,6 @@ from mindspeed_rl_plugin.generators.scheduler import Scheduler
 from mindspeed_rl_plugin.monitor.trace import Trace
 from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
-from mindspeed_rl_plugin.status.status_file import doing
 from mindspeed_rl_plugin.weights.pull import Puller
 
 POLL_SECONDS = 0.2  # most time that the engine runs steps before its first rank looks for rows again
@@ -59,6 +58,7 @@ class EngineLoop:
     def run(self) -> None:
         """The first rank chooses the next action, and all ranks do it."""
         self._requests: dict[SampleId, GenerateRequest] = {}  # unfinished requests of this engine
+        self.trace.place = self._place
         self._making = 0  # number of unfinished responses, with those of engines that share experts
         first = self.scheduler
         self._weights = Weights(self.puller, first.pull_ended if first else lambda version: None)
@@ -82,10 +82,15 @@ class EngineLoop:
                 self.scheduler.spend("generate", began)
                 self.scheduler.done(finished, self.engine.digest)
 
+    def _place(self) -> str:
+        """Weights, and rollouts of the unfinished requests; negative: evaluations."""
+        rollouts = ", ".join(map(str, sorted({sample.epoch for sample in list(self._requests)})))
+        return f"weights {self.engine.version}" + (f", rollout {rollouts}" if rollouts else "")
+
     def _step(self) -> list[Completion]:
         """Run some steps. Returns the finished responses of all engines that share experts."""
         engine, alone = self.engine, self.engine.replicas == 1
-        with doing("generate"), self.trace.stage("generate"):
+        with self.trace.stage("generate"):
             finished = engine.poll(POLL_SECONDS) if alone else engine.step_along(STEPS)
         for completion in finished:
             del self._requests[completion.id]

@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan
 from mindspeed_rl_plugin.loop.topology import Topology
 from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.stages.stage import StageSpec, columns_of, states_of
+from mindspeed_rl_plugin.status.status_file import also
 
 
 def place(topology: Topology, group: dist.ProcessGroup) -> Placement:
@@ -66,6 +67,7 @@ class Docks:
             owners=lambda epoch, groups: plan.owners_of_round(groups),
             limits=limits(config),
         )
+        also("groups", partial(docks[0].member.core.open_groups, ("generate", "reward")))
         return cls(*docks)
 
 

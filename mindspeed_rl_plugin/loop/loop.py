@@ -29,10 +29,15 @@ class Loop:
     warmup: int = 0  # number of first iterations in which only the critic is trained
     rollout: Rollout | None = None  # the rollout that is being trained
     trained: bool = False  # whether the policy has taken a step (not while the critic warms up)
+    version: int = 0  # of the trainer's weights: number of optimizer steps
+
+    def __post_init__(self) -> None:
+        self.job.monitor.clock.trace.place = self._place
 
     def train_step(self, call: TrainStep) -> tuple:
         """One optimizer step, with a rollout before it when one is due; returns what Megatron's step returns."""
         done = self.args.curr_iteration  # optimizer steps so far, including those before a resume
+        self.version = done
         self.job.monitor.begin(done + 1)
         if not self.job.plan.steps:
             self.rollout = self.schedule.collect(done)
@@ -53,9 +58,14 @@ class Loop:
             version = done - taken  # of the trainer's weights before the rollout's first step
             result, metrics = self.update.run(batches, call, done=done, version=version, last_pass=last_pass)
             self.trained |= done >= self.warmup
+            self.version = done + 1
             if not plan.steps:
                 self.job.forget(plan.groups)
         if not plan.steps:
             self.schedule.used_up(done + 1, last=done + 1 == last)
         self.log.write(done + 1, self.rollout, metrics, last_step=not plan.steps)
         return result
+
+    def _place(self) -> str:
+        rollout = max(self.job.plan.epoch, 0)  # before the first one: what is done is done for it
+        return f"iteration {self.job.monitor.clock.iteration}, rollout {rollout}, weights {self.version}"

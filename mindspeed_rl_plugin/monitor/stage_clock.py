@@ -11,7 +11,6 @@ from typing import Any
 
 from mindspeed_rl_plugin.monitor.run_files import JsonLines, event_files, events_file, set_aside
 from mindspeed_rl_plugin.monitor.trace import Trace
-from mindspeed_rl_plugin.status.status_file import doing
 
 NOT_TRAINING = ("evaluate",)
 
@@ -41,12 +40,12 @@ class StageClock:
         self._meter, self._synchronize, self._now, self._tick = meter, synchronize or (lambda: None), now, tick
         self._file = JsonLines(events_file(run_dir, rank), resume_iteration)
         self._running: list[dict[str, Any]] = []  # events of running stages, the innermost last
-        self._trace = trace or Trace(None, Path(run_dir), "")
+        self.trace = trace or Trace(None, Path(run_dir), "")
         self.begin(resume_iteration)
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration: later stages belong to it, and its time starts."""
-        self._trace.begin(iteration)
+        self.trace.begin(iteration)
         self.iteration = iteration
         self._began = self._tick()
         self._seconds: dict[str, float] = {}
@@ -63,7 +62,7 @@ class StageClock:
         self._running.append(event)
         ticked = self._tick()
         try:
-            with doing(name), self._trace.stage(name):
+            with self.trace.stage(name):
                 yield
         except BaseException as error:
             event["failed"] = type(error).__name__
@@ -93,7 +92,7 @@ class StageClock:
         return out | {"seconds/iteration": self._tick() - self._began - aside}
 
     def close(self) -> None:
-        self._trace.close()
+        self.trace.close()
         self._file.close()
 
     def _fold_peak(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,18 +13,23 @@ from torch.profiler import record_function
 from mindspeed_rl_plugin.config.run_flags import Traced
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.status.status_file import also, doing
 
 TRACE_FOLDER = "trace"  # in the run's directory
 
 
 class Trace:
     """Records this process. traced: None for a process that is not traced; folder: for the files; who: begin of
-    the files' names, as "rank0". A file holds one continuous span: the iterations, or one stage of one iteration."""
+    the files' names, as "rank0". A file holds one continuous span: the iterations, or one stage of one iteration.
+
+    place: gives what this process works on, for the names of stages and for its status."""
 
     def __init__(self, traced: Traced | None, folder: Path, who: str) -> None:
         self._traced, self._folder, self._who = traced, folder, who
         self._profiler: Any = None
         self._iteration = 0
+        self.place: Callable[[], str] = lambda: f"iteration {self._iteration}"
+        also("at", lambda: [(self.place(), 0.0)])
 
     @classmethod
     def of(cls, asked: str | None, ranks: Sequence[int], rank: int, run_dir: str | os.PathLike[str]) -> Trace:
@@ -43,12 +48,13 @@ class Trace:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A stage, which is a named range in any trace, also in that of Megatron's --profile."""
+        """A stage, in the status of this process, and a named range in any trace, also in that of Megatron's --profile
+        (for nsys its `emit_nvtx` makes NVTX ranges of them)."""
         alone = self._profiler is None and self._wanted() and name in self._traced.stages
         if alone:
             self._start()
         try:
-            with record_function(f"{name}, iteration {self._iteration}"):
+            with doing(name), record_function(f"{name}, {self.place()}"):
                 yield
         finally:
             if alone:

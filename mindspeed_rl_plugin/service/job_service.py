@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mindspeed_rl_plugin.dock import Dock
-from mindspeed_rl_plugin.dock.core import OUTSIDE, Request
+from mindspeed_rl_plugin.dock.core import Request, called
 from mindspeed_rl_plugin.dock.gate import Gate, Opening
 from mindspeed_rl_plugin.dock.messages import Reclaim
 from mindspeed_rl_plugin.service.invitation import write_secret
@@ -20,11 +20,6 @@ NEWS, TOLD = "(news)", "(told)"  # keys of `Core.wake`
 
 # (prompts as JSON, seconds to wait until they are accepted, whether the asker has ended) -> numbers of the prompts
 TakePrompts = Callable[[Sequence[str], float, Callable[[], bool] | None], list[int]]
-
-
-def called(name: str) -> str:
-    """A readable name, WHO, of a process outside of the job. name: "outside WHO NUMBER"."""
-    return name.removeprefix(f"{OUTSIDE} ").rpartition(" ")[0]
 
 
 class JobService:

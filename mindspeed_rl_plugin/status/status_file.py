@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.environment import last_line, on_failure
 from mindspeed_rl_plugin.processes import began, in_background, machine
@@ -30,27 +29,21 @@ FILE_BYTES = 8192  # of one file
 LAST_SECONDS = 3.0  # limit of the last write of a process that fails: a file system that hangs must not delay its end
 IN_ORDER = "in order"
 NO_SIGNAL = "none"
-LATE_SECONDS = 5.0  # of one call or wait; a shorter one is no sign of a hang
+MOST_FACTS = 20  # of one kind in a status
+Fact = tuple[str, float]  # a text, and seconds that it has lasted
 
-
-class Activity(NamedTuple):
-    """One thing that a thread does."""
-
-    what: str  # a stage, or what it waits for
-    whom: str  # the process for which it waits, as "rank 3"; "": it waits for nobody
-    since: float  # seconds since 1970, by this machine's clock
-
-
-_threads: dict[tuple[str, int], list[Activity]] = {}  # (name, number) of a thread -> what it does, the innermost last
-_facts: dict[str, Callable[[], Iterable[Any]]] = {}
+# (is not the main thread, number) of a thread -> (what, whom, since) of what it does, the innermost last; see `doing`
+_threads: dict[tuple[bool, int], list[tuple[str, str, float]]] = {}
+_facts: dict[str, Callable[[], Iterable[Fact]]] = {}
 
 
 @contextlib.contextmanager
 def doing(what: str, whom: str = "") -> Iterator[None]:
-    """In the context this thread does `what`; see `Activity`."""
-    key = threading.current_thread().name, threading.get_ident()
+    """In the context this thread does `what`: a stage, or a wait. whom: the process for which it waits, as "rank 3";
+    "": it waits for nobody."""
+    key = threading.current_thread() is not threading.main_thread(), threading.get_ident()
     entries = _threads.setdefault(key, [])
-    entries.append(Activity(what, whom, time.time()))
+    entries.append((what, whom, time.monotonic()))
     try:
         yield
     finally:
@@ -59,16 +52,15 @@ def doing(what: str, whom: str = "") -> Iterator[None]:
             _threads.pop(key, None)
 
 
-def also(name: str, fact: Callable[[], Iterable[Any]] | None) -> None:
-    """Write a further fact with each status. The first word of `name` is its kind. "late": (text, seconds) for each
-    process for which this one waits and which is no rank; "silent": (name, seconds) for each rank without a sign of
-    life.
+def also(name: str, facts: Callable[[], Iterable[Fact]] | None) -> None:
+    """Write further facts with each status. The first word of `name` is their kind: "at", what this process works on;
+    "links", ranks without a sign of life; for the others see `story.TOLD`.
 
-    fact: called in another thread; None: the fact is not written any more."""
-    if fact is None:
+    facts: called in another thread; None: they are not written any more."""
+    if facts is None:
         _facts.pop(name, None)
     else:
-        _facts[name] = fact
+        _facts[name] = facts
 
 
 class StatusFile:
@@ -82,7 +74,7 @@ class StatusFile:
         here = {"machine": machine(), "process": os.getpid(), "began": began(os.getpid())}
         self._about, self._over = {"name": name, "ranks": ranks, "signal": stacks, **here}, threading.Event()
         if stacks != NO_SIGNAL:  # not Python's own handler: a main thread that hangs in a library does not run it
-            self._stacks = open(stacks_file(folder, name), "w")  # noqa: SIM115 - open as long as the process
+            self._stacks = open(stacks_file(folder, name), "a")  # noqa: SIM115 - open as long as the process
             faulthandler.register(signal.Signals[stacks], self._stacks, all_threads=True)
         self.write()
         threading.Thread(target=self._work, name="status", daemon=True).start()
@@ -99,16 +91,19 @@ class StatusFile:
             in_background("status", partial(self.end, why)).result(LAST_SECONDS)
 
     def write(self, ended: str = "") -> None:
-        """Write the status. If it is too long for the file, no facts are written, and only the innermost entry of each
-        thread (of 20 threads at most)."""
-        threads = [(name, [e._asdict() for e in list(entries)]) for (name, _), entries in list(_threads.items())]
-        facts: dict[str, list[Any]] = {}
-        for name, fact in list(_facts.items()):
+        """Write the status: name, ranks, signal (for stacks), machine, process and `began` of it; ended (why, or "");
+        said, its last line; threads, (what, whom, seconds) of each, the innermost last, the main thread first; facts by
+        kind. If it is too long for the file: no facts, and the innermost entries of 20 threads at most."""
+        now = time.monotonic()
+        threads = [[(what, whom, now - at) for what, whom, at in entries] for _, entries in sorted(_threads.items())]
+        facts: dict[str, list[Fact]] = {}
+        for name, told in list(_facts.items()):
             with contextlib.suppress(Exception):  # else the thread would end, and the process would seem lost
-                facts.setdefault(name.split()[0], []).extend(fact())
-        status = {**self._about, "now": time.time(), "ended": ended[:500], "said": last_line()[-500:]}
+                facts.setdefault(name.split()[0], []).extend(told())
+        facts = {kind: sorted(of_kind, key=lambda fact: -fact[1])[:MOST_FACTS] for kind, of_kind in facts.items()}
+        status = {**self._about, "ended": ended[:500], "said": last_line()[-500:]}
         full = status | {"threads": threads, "facts": facts}
-        short = status | {"threads": [(name, entries[-1:]) for name, entries in threads[:20]], "facts": {}}
+        short = status | {"threads": [entries[-1:] for entries in threads[:20]], "facts": {}}
         data = next((d for d in (json.dumps(s).encode() for s in (full, short)) if len(d) <= FILE_BYTES), b"{}")
         with self._writing, contextlib.suppress(OSError):  # the file system may be unavailable for a while
             os.pwrite(self._file, data.ljust(FILE_BYTES), 0)

@@ -5,39 +5,39 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mindspeed_rl_plugin.processes import in_background, machine, state_of
-from mindspeed_rl_plugin.status.status_file import FILE_BYTES, IN_ORDER, LATE_SECONDS, WRITE_SECONDS, own_folder
+from mindspeed_rl_plugin.status.status_file import IN_ORDER, NO_SIGNAL, WRITE_SECONDS, own_folder, stacks_file
 
+LATE_SECONDS = 5.0  # of one call or wait; a shorter one is no sign of a hang
 UNWRITTEN_SECONDS = 5 * WRITE_SECONDS  # without a write; then a process counts as stopped or dead
 STORY_FILE = "story.txt"
 STORY_LINES = 16  # most lines about processes
+FACTS_OF_KIND = 6  # most facts of a kind
+STACKS_SECONDS = 3.0  # for a process to write its stacks
 STORY_SECONDS = 5.0  # limit for the story in a message: a file system that hangs must not delay the message
 READ_ATTEMPTS = 5  # attempts to read a file that is being written
+# Kinds of facts that the story tells, and after how many seconds the process of such a fact counts as late
+TOLD = {"groups": inf, "engines": 20.0, "calls": LATE_SECONDS}
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A process as its status file shows it."""
+class Seen(SimpleNamespace):
+    """What the status file of a process has, see `StatusFile.write`; and `silent`, the seconds since its last write."""
 
-    name: str
-    machine: str
-    process: int
-    silent: float  # seconds since its last write
-    state: str  # "stopped" (by a signal) or "ended", for a process of this machine; else ""
-    ended: str  # why it has ended, as it wrote itself; "": it wrote no end
-    said: str  # its last line
-    threads: dict[str, list[tuple[str, str, float]]]  # (what, whom, for how many seconds), the innermost last
-    facts: dict[str, list[Any]]
-    ranks: int  # of the trainers
-    signal: str  # at which it writes its stacks
+    @cached_property
+    def state(self) -> str:
+        """As `state_of`; "" for a process of another machine, and for one that has written its end."""
+        return "" if self.ended or self.machine != machine() else state_of(self.process, self.began)
 
     @property
     def lost(self) -> bool:
@@ -46,18 +46,23 @@ class Seen:
 
     @property
     def inner(self) -> list[tuple[str, str, float]]:
-        """What each thread does, the main thread first."""
-        names = sorted(self.threads, key=lambda name: name != "MainThread")
-        return [self.threads[name][-1] for name in names]
+        """What each thread does."""
+        return [(what, whom, seconds + self.silent) for *_, (what, whom, seconds) in filter(None, self.threads)]
+
+    @property
+    def host(self) -> str:
+        return self.machine.split()[0]
+
+    @property
+    def at(self) -> str:
+        """What it works on, as ", weights 3"; maybe ""."""
+        return "".join(f", {text}" for text, _ in self.facts.get("at", ()))
 
     def where(self) -> str:
         """What it does, in words."""
-        outer = [what for what, whom, _ in self.threads.get("MainThread", [])[:-1] if not whom]
-        parts = [
-            f"{what} for {seconds:.0f} s" + (f", waits for {whom}" if whom else "")
-            for what, whom, seconds in self.inner
-        ]
-        return "; ".join([*([f"in {outer[-1]}"] if outer else []), *parts]) or "between two stages"
+        outer = [what for entries in self.threads[:1] for what, whom, _ in entries[:-1] if not whom]
+        parts = [f"{what} for {s:.0f} s" + (f", waits for {whom}" if whom else "") for what, whom, s in self.inner]
+        return "; ".join([*(f"in {what}" for what in outer[-1:]), *parts]) or "between two stages"
 
     def how(self) -> str:
         """Why it counts as lost."""
@@ -72,20 +77,9 @@ def read(folder: Path) -> list[Seen]:
     clocks of machines may differ. Raises ValueError if there is no such folder, or no file in it."""
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist; give the --save of a job that has started")
-    now, here, found = _now(folder), machine(), []
-    for path in (path for path in folder.iterdir() if not path.suffix):
-        if not (status := _status(path)):
-            continue
-        silent = max(now - path.stat().st_mtime, 0.0)
-        now_there = status["now"] + silent  # by the clock of its machine
-        threads = {
-            name: [(e["what"], e["whom"], now_there - e["since"]) for e in entries]
-            for name, entries in status["threads"]
-            if entries
-        }
-        state = state_of(status["process"], status["began"]) if status["machine"] == here else ""
-        fields = {k: status[k] for k in ("name", "machine", "process", "ended", "said", "facts", "ranks", "signal")}
-        found.append(Seen(silent=silent, state="" if status["ended"] else state, threads=threads, **fields))
+    now, paths = _now(folder), [path for path in folder.iterdir() if not path.suffix]
+    statuses = ((path, _status(path)) for path in paths)
+    found = [Seen(**s, silent=max(now - path.stat().st_mtime, 0.0)) for path, s in statuses if s]
     if not found:
         raise ValueError(f"{folder} has no status of a process; no process of the job has written one yet")
     return sorted(found, key=lambda seen: [int(p) if p.isdigit() else p for p in seen.name.split()])
@@ -94,57 +88,56 @@ def read(folder: Path) -> list[Seen]:
 def _status(path: Path) -> dict[str, Any]:
     """The contents of a status file; empty if there are none yet."""
     for _ in range(READ_ATTEMPTS):
-        raw = path.read_bytes()
         with contextlib.suppress(ValueError):
-            return json.loads(raw) if len(raw) == FILE_BYTES else {}
+            return json.loads(path.read_bytes())
         time.sleep(0.05)
     return {}
 
 
 def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
-    """(text, seconds) of what the processes wait for, the longest time first. Only the first kind that is found is
-    returned: lost processes, else silent links, else processes outside of the ranks (first those in the facts "late"),
-    else ranks that work while others wait, else ranks that stay in a stage which others have left."""
-    lost = [(f"{s.name} on {host(s)}: {s.how()}; its last status: {s.where()}", s.silent) for s in seen if s.lost]
-    alive = [s for s in seen if not s.lost and not s.ended]
-    names = {s.name: s for s in seen}
-    cut = [
-        (f"the network between {s.name} on {host(s)} and {other} on {host(names[other])}", seconds)
-        for s in alive
-        for other, seconds in s.facts.get("silent", ())
-        if other in names and not names[other].lost
-    ]
-    late = [(f"{text}, for which {s.name} waits", seconds) for s in alive for text, seconds in s.facts.get("late", ())]
-    outside = [
-        (f"{whom}, for which {s.name} waits ({what})", seconds)
-        for s in alive
-        for what, whom, seconds in s.inner
-        if whom and not whom.startswith("rank") and seconds > LATE_SECONDS
-    ]
+    """(text, seconds) of what the processes wait for, the longest time first; only of the first kind in `_suspicions`
+    that is found, since it explains those after it."""
+    found = sorted(_suspicions(seen), key=lambda one: (one[0], -one[2]))
+    return [(text, seconds) for kind, text, seconds in found if kind == found[0][0]]
+
+
+def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
+    """(kind, text, seconds). Kinds: 0 lost processes, 1 silent links, 2 processes that are no ranks, by facts, 3 by
+    what threads wait for, 4 processes that work while others wait for ranks, 5 ranks that stay in a stage which others
+    have left: Megatron's own collectives say of nobody that they wait for it."""
+    there = {s.name: s for s in seen if not s.lost}
+    alive = [s for s in there.values() if not s.ended]
     waited = any(whom.startswith("rank") for s in alive for _, whom, _ in s.inner)
-    busy = [
-        (f"{s.name} on {host(s)}: {s.where()}", s.inner[0][2] if s.inner else 0.0)
-        for s in alive
-        if waited and not any(whom for _, whom, _ in s.inner[:1])
-    ]
-    busy = [(text, seconds) for text, seconds in busy if seconds > LATE_SECONDS]
-    working = [(s, s.inner[0]) for s in alive if s.name.startswith("rank ") and s.inner]
-    behind = [  # Megatron's own collectives say of nobody that they wait for it
-        (f"{s.name} on {host(s)}: {s.where()}, while other ranks are in another stage", seconds)
-        for s, (what, _, seconds) in working
-        if any(other != what for _, (other, _, _) in working)
-    ]
-    most = max((seconds for _, seconds in behind), default=0.0) - LATE_SECONDS
-    behind = [(text, seconds) for text, seconds in behind if seconds > max(most, LATE_SECONDS)]
-    return next(
-        ([*sorted(found, key=lambda pair: -pair[1])] for found in (lost, cut, late, outside, busy, behind) if found), []
-    )
+    ranks = [s.inner[0] for s in alive if s.name.startswith("rank ") and s.inner]
+    apart = len({what for what, _, _ in ranks}) > 1
+    behind = max([LATE_SECONDS, *(seconds - LATE_SECONDS for _, _, seconds in ranks)])  # seconds in a stage
+    for s in seen:
+        here = f"{s.name} on {s.host}: "
+        if s.lost:
+            yield 0, f"{here}{s.how()}; its last status: {s.where()}", s.silent
+        if s.lost or s.ended:
+            continue
+        for other, seconds in s.facts.get("links", ()):
+            if other in there:
+                yield 1, f"the network between {s.name} on {s.host} and {other} on {there[other].host}", seconds
+        for kind, limit in TOLD.items():
+            late = (fact for fact in s.facts.get(kind, ()) if fact[1] > limit)
+            yield from ((2, f"{text} for {seconds:.0f} s, for which {s.name} waits", seconds) for text, seconds in late)
+        for what, whom, seconds in s.inner:
+            if whom and not whom.startswith("rank") and seconds > LATE_SECONDS:
+                yield 3, f"{whom}, for which {s.name} waits ({what})", seconds
+        for _, whom, seconds in s.inner[:1]:
+            if waited and not whom and seconds > LATE_SECONDS:
+                yield 4, here + s.where(), seconds
+            if apart and s.name.startswith("rank ") and seconds > behind:
+                yield 5, f"{here}{s.where()}, while other ranks are in another stage", seconds
 
 
-def tell(folder: Path) -> str:
-    """The story in lines: the suspects, then the processes (`_lines`). Raises ValueError as `read` does."""
+def tell(folder: Path, stacks: bool = False) -> str:
+    """The story in lines: suspects, processes (`_lines`), facts. stacks: also the Python stacks of the processes of
+    this machine. Raises ValueError as `read` does."""
     seen = read(folder)
-    return "\n".join([*_verdict(seen), *_lines(seen)])
+    return "\n".join([*_verdict(seen), *_lines(seen), *_facts(seen), *(_stacks(folder, seen) if stacks else ())])
 
 
 def at_deadline() -> str:
@@ -167,15 +160,11 @@ def at_deadline() -> str:
         return f"where each process was is not known: {str(error) or f'{folder} was not read in {STORY_SECONDS:g} s'}"
 
 
-def host(seen: Seen) -> str:
-    """The host name of its machine."""
-    return seen.machine.split()[0]
-
-
 def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
     found = [what for what, _ in suspects(seen)]
-    absent = sorted({*range(max(s.ranks for s in seen))} - {_rank(s) for s in seen})
-    found += [f"rank {rank}, which has not written a status here" for rank in absent]
+    there = {s.name for s in seen}
+    absent = (name for n in range(max(s.ranks for s in seen)) if (name := f"rank {n}") not in there)
+    found += [f"{name}, which has not written a status here" for name in absent]
     if all(s.ended == IN_ORDER for s in seen):
         yield "the job has ended; all its processes ended in order"
     elif not found:
@@ -185,22 +174,52 @@ def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
 
 def _lines(seen: Sequence[Seen]) -> Iterator[str]:
     """A line for each process; neighbours in the order of names that do the same share a line."""
-
-    def same(one: Seen) -> tuple[object, ...]:
-        return host(one), one.lost, [what_whom[:2] for what_whom in one.inner]
-
-    groups = [list(group) for _, group in groupby(seen, key=same)]
+    same = groupby(seen, key=lambda s: (s.host, s.at, s.lost, [activity[:2] for activity in s.inner]))
+    groups = [list(group) for _, group in same]
     for group in groups[:STORY_LINES]:
         first, last = group[0], group[-1]
         names = first.name if first is last else f"{first.name} to {last.name}"
         said = f"; its last line: {first.said.splitlines()[-1]}" if first.said and first is last else ""
-        yield f"  {names} ({host(first)}): {first.how() if first.lost else first.where()}{said}"
+        yield f"  {names} ({first.host}{first.at}): {first.how() if first.lost else first.where()}{said}"
     if len(groups) > STORY_LINES:
         yield f"  and {len(groups) - STORY_LINES} more lines"
 
 
-def _rank(seen: Seen) -> int:
-    return int(seen.name.split()[-1]) if seen.name.startswith("rank ") else -1
+def _facts(seen: Sequence[Seen]) -> Iterator[str]:
+    """A line for each kind in TOLD, with the facts that last longest."""
+    for kind in TOLD:
+        facts = sorted((fact for s in seen for fact in s.facts.get(kind, ())), key=lambda fact: -fact[1])
+        texts = [f"{text} for {seconds:.0f} s" for text, seconds in facts[:FACTS_OF_KIND]]
+        more = [f"and {len(facts) - FACTS_OF_KIND} more"] * (len(facts) > FACTS_OF_KIND)
+        if facts:
+            yield f"  {kind}: {'; '.join([*texts, *more])}"
+
+
+def _stacks(folder: Path, seen: Sequence[Seen]) -> Iterator[str]:
+    here = [s for s in seen if s.machine == machine() and not s.ended and s.state != "ended"]
+    if not here:
+        yield "no process of the job runs on this machine; call --stacks on the machine of the process"
+    asked = [(s, stacks_file(folder, s.name), _ask(folder, s)) for s in here]
+    end = time.monotonic() + STACKS_SECONDS
+    for process, path, problem in asked:
+        while not problem and not path.stat().st_size and time.monotonic() < end:
+            time.sleep(0.1)
+        yield f"\n{process.name} (process {process.process}):"
+        yield problem or path.read_text(errors="replace").strip() or f"it wrote nothing within {STACKS_SECONDS:g} s"
+
+
+def _ask(folder: Path, seen: Seen) -> str:
+    """Send the signal for stacks. Returns why this is not possible, else ""."""
+    if seen.signal == NO_SIGNAL:
+        return f"its stacks cannot be asked for: the job was started with --rl-stack-signal {NO_SIGNAL}"
+    if seen.state == "stopped":
+        return f"a signal has stopped it, so it cannot write its stacks; `kill -CONT {seen.process}` lets it continue"
+    try:
+        os.truncate(stacks_file(folder, seen.name), 0)
+        os.kill(seen.process, signal.Signals[seen.signal])
+    except OSError as error:
+        return f"{error.strerror}: only its user and root may ask for its stacks"
+    return ""
 
 
 def _now(folder: Path) -> float:

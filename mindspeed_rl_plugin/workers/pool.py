@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.processes import began, state_of
-from mindspeed_rl_plugin.status.status_file import LATE_SECONDS, also
+from mindspeed_rl_plugin.status.status_file import also
 from mindspeed_rl_plugin.workers.pool_worker import AGAIN, GRACE, PoolWorker, Session, WorkerCall
 from mindspeed_rl_plugin.workers.process import Program, wait_for
 
@@ -43,7 +43,7 @@ class WorkerPool:
             self.close()
             raise
         self.loaded = self.workers[0].loaded
-        also(f"late {id(self)}", self._late)
+        also(f"calls {id(self)}", self._told)
 
     @property
     def unfinished(self) -> Iterator[WorkerCall]:
@@ -99,7 +99,7 @@ class WorkerPool:
 
     def close(self, seconds: float = 0.0) -> None:
         """Close the sessions, within `seconds`, and end the processes. Idempotent."""
-        also(f"late {id(self)}", None)
+        also(f"calls {id(self)}", None)
         end = time.monotonic() + seconds
         left = [worker for worker in self.workers if worker.sessions or worker.closing]
         told: set[PoolWorker] = set()
@@ -111,14 +111,13 @@ class WorkerPool:
             for worker in self.workers:
                 worker.close()
 
-    def _late(self) -> Iterator[tuple[str, float]]:
-        """Workers whose oldest call takes long, for the status of this process."""
+    def _told(self) -> Iterator[tuple[str, float]]:
+        """For the status of this process: each worker with a call, and the seconds of its oldest call."""
         now = time.monotonic()
         for worker in self.workers:
-            seconds = max((now - call.began for call in list(worker.calls.values())), default=0.0)
-            if seconds > LATE_SECONDS:
+            if calls := [now - call.began for call in list(worker.calls.values())]:
                 how = ", which a signal has stopped" if state_of(worker.pid, began(worker.pid)) == "stopped" else ""
-                yield f"{worker.who} (process {worker.pid}){how}", seconds
+                yield f"{worker.who} (process {worker.pid}){how}, {len(calls)} call{'s' * (len(calls) > 1)}", max(calls)
 
     def _give(self, worker: PoolWorker) -> bool:
         """Give a worker its next call. Returns whether there was one that it can take."""

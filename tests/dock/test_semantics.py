@@ -316,6 +316,27 @@ def test_clearing_waits_for_leases_and_a_late_write_is_harmless(make) -> None:
     assert dock.remaining("logp") == 0 and all(house.slabs.used == 0 and not house._epochs for house in make.houses)
 
 
+def test_a_status_tells_the_open_groups_and_who_has_their_rows(make_one) -> None:
+    dock, (core,), now = make_one.filled(3, 2), [m.core for m in make_one.members], [7.0]
+    core.clock = lambda: now[0]
+
+    def told() -> list[tuple[str, float]]:
+        now[0] += 5.0
+        return list(core.open_groups(("generate", "reward", "elsewhere")))
+
+    dock.commit(dock.lease("generate", max_rows=1, deadline=5), tokens([sid(0, 0)]))
+    lease = dock.lease("generate", max_rows=2, deadline=5)
+    whose = "generate 3 (rows: 3 nobody, 2 rank 0), the first, group 0 of rollout 0,"
+    reward = "reward 1 (rows: 1 nobody), the first, group 0 of rollout 0,"
+    assert told() == [(whose, 0.0), (reward, 0.0)] and told()[0] == (whose, 5.0)
+    dock.commit_part(lease, tokens([sid(0, 1)]))
+    whose = "generate 2 (rows: 3 nobody, 1 rank 0), the first, group 1 of rollout 0,"
+    assert told()[0] == (whose, 0.0), "another is the first"
+    dock.release(lease)
+    dock.clear(0)
+    assert told() == []
+
+
 @pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"]], ids=["one machine", "two machines"])
 @pytest.mark.parametrize("part", [False, True], ids=["commit", "commit_part"])
 def test_what_another_rank_holds_when_it_has_cleared_all_of_an_epoch_is_acknowledged(members, nodes, part) -> None:

@@ -45,6 +45,7 @@ def told(job, pattern: str) -> str:
         assert time.monotonic() < end, f"{pattern} is not in:\n{text}"
         time.sleep(0.5)
         text = story.tell(status_file.folder_of(str(job.save)))
+    print(text)
     return text
 
 

@@ -27,18 +27,13 @@ class Job:
         self.save, self.folder = str(save), status_file.folder_of(str(save))
         self.folder.mkdir(parents=True)
 
-    def add(self, name, *doing, silent=0.0, ahead=0.0, where=FAR, process=(1, 1), ended="", facts=None):
-        """doing: (what, whom, for how many seconds) of the main thread; silent: seconds since the last write; ahead:
-        seconds that the machine's clock is ahead."""
-        now = time.time()
-        entries = [dict(what=what, whom=whom, since=now - silent - age + ahead) for what, whom, age in doing]
+    def add(self, name, *doing, silent=0.0, where=FAR, process=(1, 1), ended="", **facts):
+        """doing: (what, whom, for how many seconds) of the main thread; silent: seconds since the last write."""
         status = dict(name=name, ranks=2, signal="none", machine=where, process=process[0], began=process[1])
-        status |= dict(
-            now=now - silent + ahead, ended=ended, said="", threads=[["MainThread", entries]], facts=facts or {}
-        )
+        status |= dict(ended=ended, said="", threads=[doing], facts=facts)
         path = self.folder / name.replace(" ", "-")
         path.write_bytes(json.dumps(status).encode().ljust(FILE_BYTES))
-        os.utime(path, (now - silent,) * 2)
+        os.utime(path, (time.time() - silent,) * 2)
         return self
 
     @property
@@ -63,15 +58,31 @@ def test_who_failed_is_late_first_and_who_left_in_order_is_not(job):
 
 
 def test_a_network_between_two_that_live(job):
-    job.add("rank 0", COLLECTIVE, facts={"silent": [("rank 1", 21.0)]}).add("rank 1", COLLECTIVE, where="near 1 1:1")
+    job.add("rank 0", COLLECTIVE, links=[("rank 1", 21.0)]).add("rank 1", COLLECTIVE, where="near 1 1:1")
     assert job.first == "late first: the network between rank 0 on far and rank 1 on near"
 
 
 def test_a_grader_for_which_a_rank_waits(job):
-    job.add("rank 0", ("reward", "", 60), facts={"late": [("a reward worker of slow (process 7)", 58.0)]}).add(
-        "rank 1", COLLECTIVE
+    job.add("rank 0", ("reward", "", 60), calls=[("a reward worker of slow", 58.0)]).add("rank 1", COLLECTIVE)
+    assert job.first == "late first: a reward worker of slow for 58 s, for which rank 0 waits"
+
+
+def test_an_engine_without_a_report_and_what_else_is_known(job):
+    """Facts are told, the longest first; they name an engine and a call as late after a time, but no groups."""
+    engines = [("the engine a, silent", 1.0), ("the engine b, silent", 31.0)]
+    job.add("rank 0", COLLECTIVE, at=[("weights 3", 0)], engines=engines, calls=[("x", 4)] * 9)
+    job.add(
+        "rank 1", COLLECTIVE, at=[("weights 3", 0)], groups=[("generate 3, the first, group 1 of rollout 0,", 90.0)]
     )
-    assert job.first == "late first: a reward worker of slow (process 7), for which rank 0 waits"
+    job.add("rank 2", COLLECTIVE, at=[("weights 2", 0)])
+    assert story.tell(job.folder).splitlines() == [
+        "late first: the engine b, silent for 31 s, for which rank 0 waits",
+        "  rank 0 to rank 1 (far, weights 3): a collective of the job for 90 s, waits for ranks",
+        "  rank 2 (far, weights 2): a collective of the job for 90 s, waits for ranks",
+        "  groups: generate 3, the first, group 1 of rollout 0, for 90 s",
+        "  engines: the engine b, silent for 31 s; the engine a, silent for 1 s",
+        "  calls: " + "x for 4 s; " * 6 + "and 3 more",
+    ]
 
 
 def test_a_server_that_a_thread_asks(job):
@@ -103,8 +114,9 @@ def test_a_rank_that_never_wrote(job):
     assert job.first == "late first: rank 1, which has not written a status here"
 
 
-def test_clocks_of_machines_may_differ_by_an_hour(job):
-    job.add("rank 0", ("generate", "", 40), ahead=3600).add("rank 1", ("generate", "", 20), COLLECTIVE, ahead=-3600)
+def test_clocks_of_machines_may_differ_by_an_hour(job, monkeypatch):
+    job.add("rank 0", ("generate", "", 40)).add("rank 1", ("generate", "", 20), COLLECTIVE)
+    monkeypatch.setattr(time, "time", lambda: 3600.0)
     assert "rank 0 (far): generate for 40 s" in story.tell(job.folder)
     assert "rank 1 (far): in generate; a collective of the job for 90 s, waits for ranks" in story.tell(job.folder)
 
@@ -175,7 +187,7 @@ def test_at_a_deadline_the_first_process_tells_and_the_others_name_the_file(job,
 
 
 def test_a_long_status_keeps_what_each_thread_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(status_file, "_facts", {"late many": lambda: [("x" * 100, 1.0)] * 1000})
+    monkeypatch.setattr(status_file, "_facts", {"calls many": lambda: [("x" * 1000, 1.0)] * 1000})
     own = status_file.StatusFile(tmp_path, "rank 0", 1, "none")
     with status_file.doing("generate"):
         own.write()

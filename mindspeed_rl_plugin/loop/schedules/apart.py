@@ -73,7 +73,7 @@ class AsyncSchedule(RolloutSchedule):
         self._longest = LongestFirst(job.plan.sizes.global_batch // job.plan.sizes.members)
         reclaim = None if strict else partial(service.reclaim, generate.SPEC.name)
         self._engines = Engines(service.reports, reclaim, job.ranks.deadline)
-        also("late engines", self._engines.late)
+        also("engines", self._engines.told)
         self._wait = GradeWait(job.ranks, stages["reward"], self.grader, self._look_at_engines, self._who_generates)
         self.evaluations = Evaluations(job, evaluate, self._wait)
         self._closing = threading.Event()

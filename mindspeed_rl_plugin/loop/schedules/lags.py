@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.api import listed
+from mindspeed_rl_plugin.dock.core import called
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.rows import Rows, SampleId
-from mindspeed_rl_plugin.service.job_service import called
 
 SILENT_SECONDS = 60.0  # time without a report before a warning; engines report twice a second, but not within a step
 
@@ -38,11 +38,11 @@ class Engines:
         self._silent: list[str] = []
         self._given_up: list[str] = []
 
-    def late(self) -> list[tuple[str, float]]:
-        """Engines without a report for SILENT_SECONDS / 3, with the seconds since their last report."""
-        now = self._clock()
-        heard = [(f"the engine {called(name)}", now - heard) for name, (_, heard) in list(self._heard.items())]
-        return [(text, seconds) for text, seconds in heard if seconds > SILENT_SECONDS / 3]
+    def told(self) -> Iterator[tuple[str, float]]:
+        """For the status of this process: each engine with its weights, and the seconds since its last report."""
+        for name, (counts, heard) in self._hear().items():
+            weights = f" (weights {counts['version']:g})" if "version" in counts else ""
+            yield f"the engine {called(name)}{weights}, silent", self._clock() - heard
 
     def text(self) -> str:
         """A text with the number of engines, for an error."""
@@ -65,12 +65,8 @@ class Engines:
     def _listen(self) -> None:
         """Read the reports. An engine that hangs sends no new report, but keeps its rows while it is connected; so
         after half of the job's deadline its rows are given to others."""
-        now, reports = self._clock(), {name: counts for name, counts in self._reports().items() if "seconds" in counts}
-        for name, counts in reports.items():
-            if name not in self._heard or self._heard[name][0] != counts:
-                self._heard[name] = counts, now
-        self._heard = {name: self._heard[name] for name in reports}
-        half = self._deadline / 2
+        self._hear()
+        now, half = self._clock(), self._deadline / 2
         before, self._silent = self._silent, self._quiet(now, min(SILENT_SECONDS, half))
         if new := [name for name in self._silent if name not in before]:
             say(f"warning: no report for {min(SILENT_SECONDS, half):g} s from {listed(map(called, new))}")
@@ -81,6 +77,13 @@ class Engines:
                 f"warning: no report for {half:g} s (half of --rl-wait-timeout) from {called(name)}: its unfinished "
                 "rows are given out again. If it hangs, end it"
             )
+
+    def _hear(self) -> dict[str, tuple[Mapping[str, float], float]]:
+        """The last new report of each engine, and its time. Called by several threads."""
+        heard, now, reports = self._heard, self._clock(), self._reports().items()
+        new = {name: (counts, now) for name, counts in reports if "seconds" in counts}
+        self._heard = {n: heard[n] if n in heard and heard[n][0] == of[0] else of for n, of in new.items()}
+        return self._heard
 
     def _quiet(self, now: float, seconds: float) -> list[str]:
         return [name for name, (_, heard) in self._heard.items() if now - heard > seconds]

@@ -54,8 +54,8 @@ class Job:
 
     def admit(self, prompts: Prompts) -> Rows:
         """Open a round of as many groups as a rollout has. prompts: the stage that puts them into the dock."""
+        self.plan.epoch = self.plan.open_next()
         with self.monitor.stage("prompts"):
-            self.plan.epoch = self.plan.open_next()
             return prompts.run(self.plan.epoch, self.plan.sizes.prompts)
 
     def forget(self, groups: Sequence[Group]) -> None:

@@ -22,7 +22,9 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.monitor.run_files import versions, write_text
-from mindspeed_rl_plugin.tools.doctor import engine_checks, hang, machine, rank_checks, small_models, train_checks
+from mindspeed_rl_plugin.status.status_file import folder_of
+from mindspeed_rl_plugin.status.story import tell
+from mindspeed_rl_plugin.tools.doctor import engine_checks, machine, rank_checks, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import ANSWERS, Nodes
 from mindspeed_rl_plugin.tools.doctor.program import run_checks
 from mindspeed_rl_plugin.tools.doctor.result import (
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.compare and not options.script:
             raise ValueError("--compare needs SCRIPT.sh, a launch script with --rl-* flags and --load")
         if options.job:
-            print(hang.story(options.job, options.stacks))
+            print(tell(folder_of(options.job), options.stacks))
             return 0
         if (nodes := Nodes.of_torchrun()) is None:  # another rank of this machine does the work
             return 0
