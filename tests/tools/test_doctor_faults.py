@@ -246,9 +246,9 @@ def check_named(results: list[Result], check: Check | None, words: str) -> None:
 @pytest.mark.parametrize("fault", ENGINE)
 def test_faults_of_the_engine(tmp_path, fault):
     model, code, check, words = ENGINE[fault]
-    words_of_program = ("engine", "float32", model)
-    where, table = tmp_path / "work", engine_checks.ENGINE_CHECKS
-    found = run_checks(Nodes(1), where, 300.0, environment(tmp_path, code), table, *words_of_program)
+    program = engine_checks.__name__, engine_checks.ENGINE_CHECKS
+    env = environment(tmp_path, code)
+    found = run_checks(*program, Nodes(1), tmp_path / "work", 300.0, env, "float32", model)
     check_named(found, check, words)
 
 

@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 import mindspeed_rl_plugin
+from mindspeed_rl_plugin.tools.doctor import rank_checks
 from mindspeed_rl_plugin.tools.doctor.links import LINK_CHECKS
 from mindspeed_rl_plugin.tools.doctor.machine import DEVICE_CHECKS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
@@ -87,7 +88,8 @@ EXPECTED = {  # fault: ranks, the only check that fails, where, words of its fig
 
 
 def run(ranks: int, folder: Path, seconds: float) -> list[Result]:
-    return explained(run_checks(Nodes(ranks), folder, seconds, os.environ, RANK_CHECKS, "ranks"), RANK_CHECKS)
+    found = run_checks(rank_checks.__name__, RANK_CHECKS, Nodes(ranks), folder, seconds, os.environ)
+    return explained(found, RANK_CHECKS)
 
 
 @pytest.mark.parametrize("fault", EXPECTED)

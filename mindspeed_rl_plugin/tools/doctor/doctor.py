@@ -150,15 +150,15 @@ class _Doctor:
         yield from machine.between(self.nodes)
 
     def _ranks(self, seconds: float) -> list[Result]:
-        folder, env = self.folder / "ranks", _environment(self.folder)
-        return run_checks(self.nodes, folder, seconds, env, rank_checks.RANK_CHECKS, "ranks")
+        program = rank_checks.__name__, rank_checks.RANK_CHECKS
+        return run_checks(*program, self.nodes, self.folder / "ranks", seconds, _environment(self.folder))
 
     def _engine(self, dtype: str, cpu: bool) -> Iterator[Result]:
         """On an accelerator a process for each model: vLLM's sleep mode allows one engine in a process."""
         names, env = list(small_models.SMALL_MODELS), _environment(self.folder)
         for models in [names] if cpu else [[name] for name in names]:
-            folder, words = self.folder / f"engine {models[0]}", ("engine", dtype, *models)
-            yield from run_checks(Nodes(1), folder, ENGINE_SECONDS, env, engine_checks.ENGINE_CHECKS, *words)
+            folder, program = self.folder / f"engine {models[0]}", (engine_checks.__name__, engine_checks.ENGINE_CHECKS)
+            yield from run_checks(*program, Nodes(1), folder, ENGINE_SECONDS, env, dtype, *models)
 
     def _launch(self) -> CapturedLaunch:
         """The launch of the script or, without one, of Megatron's pretrain_gpt.py on this machine."""

@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.host import activate_if_needed
 from mindspeed_rl_plugin.layout.layout import EngineParallel, engine_layout
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 from mindspeed_rl_plugin.tools.doctor import small_models
-from mindspeed_rl_plugin.tools.doctor.program import Step
+from mindspeed_rl_plugin.tools.doctor.program import CheckCall, work
 from mindspeed_rl_plugin.tools.doctor.result import Check
 from mindspeed_rl_plugin.weights.live import engine_storage
 
@@ -65,7 +65,7 @@ _UNSEEN = tuple(range(900, 900 + _LONG))
 Found = tuple[bool | None, str]  # the first arguments of `Check.result`
 
 
-def steps(dtype: str, *models: str) -> Iterator[Step]:
+def steps(_: float, dtype: str, *models: str) -> Iterator[CheckCall]:
     """The checks of all models, in this process."""
     activate_if_needed()
     dist.init_process_group("gloo")
@@ -80,7 +80,7 @@ class EngineBench:
         self.model, self.dtype, self.folder, self.nats = model, dtype, folder, LOGP_LIMITS[dtype]
         self.weights, self.judges, self.engine = [], [], None
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[CheckCall]:
         """The checks, in the order in which they must run."""
         limits = {"nats": self.nats, "mib": 0.9 * _CACHE / 2**20}
         calls = {
@@ -97,7 +97,7 @@ class EngineBench:
             PREFIX: partial(self.compared, 1, _ASKED),
             IN_FLIGHT: self.between,
         }
-        yield from (Step(check, call, self.model, limits) for check, call in calls.items())
+        yield from (CheckCall(check, call, self.model, limits) for check, call in calls.items())
         if self.engine:
             self.engine.shutdown()
 
@@ -244,3 +244,7 @@ def _difference(logits: Tensor, done: Completion, temperature: float = 1.0, top_
     far = (theirs - torch.tensor(done.logps)).abs()
     inside = far[theirs.isfinite()]  # rounding may move a token across the limit of top-p
     return float(inside.mean()) if len(inside) > 0.75 * len(far) else math.inf
+
+
+if __name__ == "__main__":
+    work(steps)

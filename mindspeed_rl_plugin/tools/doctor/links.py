@@ -16,7 +16,7 @@ from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.ranks import gather_all
 from mindspeed_rl_plugin.tools.doctor.memory_checks import LEAST_SHARE, busy, timed
-from mindspeed_rl_plugin.tools.doctor.program import Step
+from mindspeed_rl_plugin.tools.doctor.program import CheckCall
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 from mindspeed_rl_plugin.tools.plan.plan import FAR_GB_PER_SECOND, NEAR_GB_PER_SECOND
 from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
@@ -35,15 +35,15 @@ LINK_CHECKS = (SPEED, POINT_TO_POINT, LINK_SPEED, *COLLECTIVES)
 Pair = tuple[int, int]  # sender, receiver
 
 
-def link_steps(device: Device, limit: float) -> Iterator[Step]:
+def link_steps(device: Device, limit: float) -> Iterator[CheckCall]:
     """The checks; all ranks call them in this order. limit: seconds of each wait."""
     if dist.get_world_size() == 1:
-        yield from (Step(check, lambda: (None, "there is one rank")) for check in LINK_CHECKS)
+        yield from (CheckCall(check, lambda: (None, "there is one rank")) for check in LINK_CHECKS)
         return
     channel = P2PChannel(dist.get_rank(), deadline=limit)
-    yield Step(SPEED, partial(_speed, device))
-    yield Step(POINT_TO_POINT, partial(_pairs, device, channel))
-    yield from (Step(check, partial(_run, check.name, device, channel)) for check in COLLECTIVES)
+    yield CheckCall(SPEED, partial(_speed, device))
+    yield CheckCall(POINT_TO_POINT, partial(_pairs, device, channel))
+    yield from (CheckCall(check, partial(_run, check.name, device, channel)) for check in COLLECTIVES)
 
 
 def _shared(value: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.device.device import Device
-from mindspeed_rl_plugin.tools.doctor.program import Step
+from mindspeed_rl_plugin.tools.doctor.program import CheckCall
 from mindspeed_rl_plugin.tools.doctor.result import Check
 from mindspeed_rl_plugin.tools.plan.plan import HOST_GB_PER_SECOND
 
@@ -29,7 +29,7 @@ BANDWIDTH = Check("memory", "bandwidth", "at least {least:g} GB/s; plan assumes 
 MEMORY_CHECKS = (FREED, *COPIES, BANDWIDTH)
 
 
-def memory_steps(device: Device) -> Iterator[Step]:
+def memory_steps(device: Device) -> Iterator[CheckCall]:
     """The checks of one device."""
     copier = device.copier()
 
@@ -44,9 +44,9 @@ def memory_steps(device: Device) -> Iterator[Step]:
         lambda copy: copier.start(partial(late, copy)).synchronize(),
     )
     calls = [partial(_again, device), *(partial(_copies, device, way) for way in ways)]
-    yield from (Step(check, partial(_equal, call)) for check, call in zip((FREED, *COPIES), calls, strict=True))
+    yield from (CheckCall(check, partial(_equal, call)) for check, call in zip((FREED, *COPIES), calls, strict=True))
     least = 0.0 if device.is_cpu else HOST_GB_PER_SECOND * LEAST_SHARE
-    yield Step(BANDWIDTH, partial(_bandwidth, device, least), limits={"least": least, "plan": HOST_GB_PER_SECOND})
+    yield CheckCall(BANDWIDTH, partial(_bandwidth, device, least), limits={"least": least, "plan": HOST_GB_PER_SECOND})
 
 
 def _equal(call: Callable[[Tensor], Iterator[Tensor]]) -> tuple[bool, str]:

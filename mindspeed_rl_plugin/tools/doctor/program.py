@@ -1,9 +1,5 @@
 """Runs checks in processes of their own. Each process writes a line before each check and a line with its results, so
-that a check that hangs or crashes is a result, too.
-
-    torchrun ... -m mindspeed_rl_plugin.tools.doctor.program FOLDER SECONDS ranks
-    torchrun ... -m mindspeed_rl_plugin.tools.doctor.program FOLDER SECONDS engine DTYPE MODEL ...
-"""
+that a check that hangs or crashes is a result, too."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mindspeed_rl_plugin.environment import flush_output, launch_env
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
@@ -31,7 +27,7 @@ _EXIT_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)",
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckCall:
     """A check and its function, which returns results, or the first arguments of `Check.result`."""
 
     check: Check
@@ -53,15 +49,14 @@ class Step:
         return [self.check.result(good, figure, self.where, *value, **self.limits)]
 
 
-def main(folder: str, seconds: str, what: str, *arguments: str) -> int:
-    """Run the checks of this process. Returns 1 if one has not come to its end: later ones of its place do not run."""
-    from mindspeed_rl_plugin.tools.doctor import engine_checks, rank_checks
-
+def work(steps: Callable[..., Iterable[CheckCall]]) -> NoReturn:
+    """The program of such a process: FOLDER SECONDS ARGUMENTS. steps: the checks, by SECONDS and ARGUMENTS. Ends with
+    status 1 if a check has not come to its end: later ones of its place do not run then."""
+    folder, seconds, *arguments = sys.argv[1:]
     faulthandler.dump_traceback_later(float(seconds), exit=True)  # also if the caller was killed
-    steps = rank_checks.steps(float(seconds) / 5) if what == "ranks" else engine_checks.steps(*arguments)
     broken = set[str]()
     with open(Path(folder, f"rank-{launch_env()['rank']}.jsonl"), "w", buffering=1) as file:
-        for step in (step for step in steps if step.where not in broken):
+        for step in (step for step in steps(float(seconds), *arguments) if step.where not in broken):
             about = {"part": step.check.part, "name": step.check.name, "where": step.where, "at": time.time()}
             print(json.dumps(about), file=file)
             found = step.results()
@@ -69,17 +64,24 @@ def main(folder: str, seconds: str, what: str, *arguments: str) -> int:
             if step.check.part != "memory" and any(one.ended for one in found):
                 broken.add(step.where)
     time.sleep(GRACE_SECONDS if broken else 0)
-    return 1 if broken else 0
+    flush_output()
+    os._exit(1 if broken else 0)  # threads of communication libraries may hang at the end of the interpreter
 
 
 def run_checks(
-    nodes: Nodes, folder: Path, seconds: float, env: Mapping[str, str], table: Sequence[Check], *arguments: str
+    program: str,
+    table: Sequence[Check],
+    nodes: Nodes,
+    folder: Path,
+    seconds: float,
+    env: Mapping[str, str],
+    *arguments: str,
 ) -> list[Result]:
-    """Results of this machine's processes; afterwards none of them runs. folder: a new one for their files; seconds:
-    limit for all; table: the checks, in their order; arguments: what the processes run, see above."""
+    """Results of this machine's processes; afterwards none of them runs. program: module that calls `work`; table: its
+    checks, in their order; folder: a new one for files; seconds: limit for all; arguments: dtype and models, if any."""
     folder.mkdir()
-    places, began, results, inside = arguments[2:] or ("",), time.time(), list[Result](), dict[int, dict[str, Any]]()
-    command = nodes.torchrun("-m", __name__, str(folder), str(seconds), *arguments)
+    places, began, results, inside = arguments[1:] or ("",), time.time(), list[Result](), dict[int, dict[str, Any]]()
+    command = nodes.torchrun("-m", program, str(folder), str(seconds), *arguments)
     done = run(command, folder / "log", seconds, env=env)
     for rank in range(nodes.index * nodes.ranks, (nodes.index + 1) * nodes.ranks):
         line = {"part": table[0].part, "name": table[0].name, "where": places[0], "at": began}
@@ -106,9 +108,3 @@ def run_checks(
 def _of_rank(rank: int, one: Result) -> Result:
     """A failure of a rank names the rank, if it does not name others."""
     return replace(one, ranks=one.ranks or (rank,)) if one.verdict == FAIL and one.part != "engine" else one
-
-
-if __name__ == "__main__":
-    exit_status = main(*sys.argv[1:])
-    flush_output()
-    os._exit(exit_status)  # threads of communication libraries may hang at the end of the interpreter
