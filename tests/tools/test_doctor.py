@@ -29,8 +29,8 @@ def test_a_failure_follows_only_from_an_earlier_check_of_the_same_model():
     assert [r.follows for r in named] == ["trainer: weights arrive (dense)", "", "", ""]
     text = table(named)
     assert "may follow from trainer: weights arrive (dense)" in text and arrive.fix in text
-    named = explained([*wrong, failed(one_device), failed(doctor.machine.DISK)], doctor.ALL_CHECKS)
-    assert [r.check for r in guilty(named)] == [one_device.name, doctor.machine.DISK.name], "a disk explains nothing"
+    named = explained([*wrong, failed(one_device), failed(doctor.machine.DISK_CHECK)], doctor.ALL_CHECKS)
+    assert [r.check for r in guilty(named)] == [one_device.name, doctor.machine.DISK_CHECK.name], "a disk explains nothing"
     loaded = engine_checks.LOADED
     named = explained([failed(where, "dense"), failed(loaded, "dense"), failed(loaded, "experts")], doctor.ALL_CHECKS)
     assert [r.follows for r in named] == [f"engine: {loaded.name} (dense)", "", ""]

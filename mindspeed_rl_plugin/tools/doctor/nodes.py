@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
 _at_once = "start doctor on all machines at once; look at the output of this one"
 ANSWERS = Check("machine", "results of all machines", fix=_at_once, explains=True)
 JOIN_SECONDS = 60.0  # from the start of the first machine to that of the last one
-SILENT_SECONDS = 30.0  # a machine that does not count for so long is gone
+GONE_SECONDS = 30.0  # a machine that does not count for so long is gone
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Nodes:
         while not self.store.check([key]):
             if (now := self.store.add(f"doctor/count {index}", 0)) != counted:
                 counted, since = now, time.monotonic()
-            elif time.monotonic() > since + SILENT_SECONDS:
+            elif time.monotonic() > since + GONE_SECONDS:
                 return False
             time.sleep(0.2)
         return True
