@@ -44,7 +44,7 @@ def engine_problems(
             "the sum of its two best scores, the trainer by its best score; install vllm-ascend 0.11"
         )
     if kind == "cpu":
-        yield from _cpu_problems(shape)
+        yield from cpu_problems(shape)
         least = tokens * _token_bytes(shape, tp, itemsize)
         if least > int(config.rollout.kv_cache_gb * 2**30):
             yield (
@@ -101,7 +101,8 @@ def _expert_problems(shape: ModelShape, tp: int, ep: int, world: int) -> Iterato
         yield f"--rl-generate-tp {tp} does not divide --moe-ffn-hidden-size {shape.expert_ffn}"
 
 
-def _cpu_problems(shape: ModelShape) -> Iterator[str]:
+def cpu_problems(shape: ModelShape) -> Iterator[str]:
+    """One message for each size of the model that vLLM on a CPU does not support."""
     latent = shape.kv_lora + shape.rope  # numbers per token and layer in the KV cache of multi-latent attention
     if latent not in (0, CPU_LATENT_SIZE):
         yield (

@@ -1,17 +1,38 @@
 """Faults in engine and trainer, put into the ranks by a sitecustomize.py: `doctor` names each, and nothing else."""
 
+import json
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mindspeed_rl_plugin
-from mindspeed_rl_plugin.tools.doctor import doctor, engine_checks, train_checks
+from mindspeed_rl_plugin.tools.doctor import doctor, engine_checks, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.program import run_checks
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result, explained, guilty, table
+from mindspeed_rl_plugin.tools.doctor.small_models import YOURS
+from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 
 ROOT = Path(mindspeed_rl_plugin.__file__).parents[1]
+# The arguments of a launch: Qwen3-30B-A3B, with flags that no small job has without a script.
+LAUNCH = """
+    --transformer-impl local --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
+    --kv-channels 128 --group-query-attention --num-query-groups 4 --qk-layernorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --normalization RMSNorm --position-embedding-type rope --rotary-base 1000000
+    --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-layer-freq [1]*48 --moe-grouped-gemm
+    --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 4 --sequence-parallel
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1 --no-bias-swiglu-fusion --no-bias-dropout-fusion
+    --use-distributed-optimizer --overlap-grad-reduce --ckpt-format torch_dist --bf16 --seq-length 4096
+    --max-position-embeddings 32768 --micro-batch-size 1 --global-batch-size 256 --train-samples 100000 --lr 1e-6
+    --lr-warmup-samples 1000 --tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere --load /nowhere
+    --finetune --no-load-optim --rl-algorithm dapo --rl-reward /nowhere.py:grade --rl-prompt-data /nowhere.jsonl
+    --rl-pack-sequences --rl-max-tokens-per-microbatch 8192 --rl-swap params,optimizer --rl-temperature 0.8
+    --rl-top-p 0.9 --rl-schedule async --rl-generators 4
+"""
 # What each fault begins with; `after(module)` decorates a function that changes a module of the package when imported.
 BEGIN = """
 import os
@@ -27,7 +48,6 @@ if "RANK" in os.environ:
 """
 # fault: (model, code, the check at fault, words of its figure, other checks that fail as well)
 ENGINE = {
-    "healthy": ("dense", "", None, ""),
     "experts transposed after waking": ("experts", """
     @after("engine.vllm_memory")
     def change(m):
@@ -127,7 +147,6 @@ ENGINE = {
 """, engine_checks.BUILD, "no kernel image is available"),
 }  # fmt: skip
 TRAINER = {
-    "healthy": ("dense", "", None, ""),
     "a bucket is lost": ("dense", """
     @after("weights.transfer")
     def change(m):
@@ -224,6 +243,11 @@ TRAINER = {
             return real(self, model, optimizer, start)
         wrap(m.Run, "on_checkpoint_loaded", loaded)
 """, train_checks.RESUME, "resumed"),
+    "weights of a token's experts in the engine's config": (YOURS, """
+    @after("engine.vllm_engine")
+    def change(m):
+        wrap(m, "for_engine", lambda real, config: {**real(config), "norm_topk_prob": False})
+""", train_checks.WHERE, "MLP of layer 0"),
 }  # fmt: skip
 
 
@@ -233,8 +257,19 @@ def environment(tmp_path: Path, code: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def check_named(results: list[Result], check: Check | None, words: str) -> None:
-    results = explained(results, doctor.ALL_CHECKS)
+def of_engine(tmp_path: Path, code: str, dtype: str, models: Mapping[str, Any]) -> list[Result]:
+    (file := tmp_path / "models.json").write_text(json.dumps(models))
+    program, env = (engine_checks.__name__, engine_checks.ENGINE_CHECKS), environment(tmp_path, code)
+    return run_checks(*program, Nodes(1), tmp_path / "work", 300.0, env, dtype, str(file), *models)
+
+
+def bench(tmp_path: Path, code: str, dtype: str, arguments: Sequence[str] = ()) -> train_checks.TrainBench:
+    entry = Entry(ROOT / "examples" / "pretrain_gpt.py", [])
+    return train_checks.TrainBench(Nodes(2), tmp_path, entry, environment(tmp_path, code), dtype, arguments)
+
+
+def check_named(results: Iterable[Result], check: Check | None, words: str) -> None:
+    results = explained(list(results), doctor.ALL_CHECKS)
     print(table(results))
     named = guilty(results)
     assert [r.check for r in named] == ([check.name] if check else []), named
@@ -246,10 +281,8 @@ def check_named(results: list[Result], check: Check | None, words: str) -> None:
 @pytest.mark.parametrize("fault", ENGINE)
 def test_faults_of_the_engine(tmp_path, fault):
     model, code, check, words = ENGINE[fault]
-    program = engine_checks.__name__, engine_checks.ENGINE_CHECKS
-    env = environment(tmp_path, code)
-    found = run_checks(*program, Nodes(1), tmp_path / "work", 300.0, env, "float32", model)
-    check_named(found, check, words)
+    models = small_models.models_of(())[0]
+    check_named(of_engine(tmp_path, code, "float32", {model: models[model]}), check, words)
 
 
 @pytest.mark.slow
@@ -257,8 +290,25 @@ def test_faults_of_the_engine(tmp_path, fault):
 @pytest.mark.parametrize("fault", TRAINER)
 def test_faults_of_trainer_and_engine(tmp_path, fault):
     model, code, check, words = TRAINER[fault]
-    bench = train_checks.TrainBench(
-        Nodes(2), tmp_path, ROOT / "examples" / "pretrain_gpt.py", environment(tmp_path, code)
-    )
-    axis = train_checks.LAYOUTS[model][0]
-    check_named(list(train_checks.check_model(model, axis, bench, bench.prepare(), full=False)), check, words)
+    own = bench(tmp_path, code, *(("bfloat16", LAUNCH.split()) if model == YOURS else ("float32",)))
+    axis = (train_checks.LAYOUTS | {YOURS: ("tp",)})[model][0]
+    check_named(train_checks.check_model(model, axis, own, own.prepare(), first=True, full=False), check, words)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_healthy_engine_is_not_named_in_bfloat16(tmp_path):
+    models, why = small_models.models_of(LAUNCH.split())
+    assert list(models) == [*train_checks.LAYOUTS, YOURS] and not why
+    assert (models[YOURS]["model_type"], models[YOURS]["num_hidden_layers"]) == ("qwen3_moe", 2)
+    check_named(of_engine(tmp_path, "", "bfloat16", models), None, "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", [*train_checks.LAYOUTS, YOURS])
+def test_a_healthy_trainer_is_not_named_in_bfloat16(tmp_path, model):
+    own = bench(tmp_path, "", "bfloat16", LAUNCH.split() if model in ("dense", YOURS) else ())
+    axis = (train_checks.LAYOUTS | {YOURS: ("tp",)})[model][0]
+    results = train_checks.check_model(model, axis, own, own.prepare(), first=True, full=model == YOURS)
+    check_named(results, None, "")

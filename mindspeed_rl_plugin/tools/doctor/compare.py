@@ -1,14 +1,16 @@
 """Runs a launch's entry script, and in each rollout one prompt more: through the engine and through the trainer.
 
-    torchrun ... -m mindspeed_rl_plugin.tools.doctor.compare FOLDER SCRIPT.py ARGS
+    torchrun ... -m mindspeed_rl_plugin.tools.doctor.compare FOLDER [--any-flag] SCRIPT.py ARGS
 
 The outputs after the embedding, after attention and MLP (or experts) of each layer, after the last norm, and the
-log-probs are compared. Each rank writes to FOLDER/parts-RANK.jsonl one line for each version of the weights.
+log-probs are compared. Each rank writes to FOLDER/parts-RANK.jsonl one line for each version of the weights. The engine
+runs without captured graphs, which would hide its places. --any-flag: as in `rehearse.absent_modules`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -18,20 +20,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.layout.parallel import noop_layers
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, Ragged, Rows, SampleId, Sampling
+from mindspeed_rl_plugin.tools.doctor.small_models import fill_vectors
+from mindspeed_rl_plugin.tools.rehearse import absent_modules
 
 PROMPT, RESPONSE_TOKENS = tuple(range(5, 13)), 8
 PARTS_FILES = "parts-"  # files of comparisons begin with it
 KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
 KILLED_FILE = "killed"  # holds the time at which a rank was killed
-SAVES_NOT = "DOCTOR_SAVES_NOT"  # environment variable: no checkpoint is written
-EAGER = "DOCTOR_EAGER"  # environment variable: the engine runs without graphs, whose parts no hook can see
+OWN_LAUNCH = "DOCTOR_OWN_LAUNCH"  # environment variable: the model is the user's; no checkpoint is written
 # Largest difference that rounding makes, relative to the norm of a token's output, by dtype.
 DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 LOG_PROBS = "log-probs"
@@ -45,15 +51,18 @@ def engine_places(model: nn.Module) -> dict[str, nn.Module]:
     return {"embedding": embedding, **_of_layers(enumerate(inner.layers)), "last norm": inner.norm}
 
 
-def trainer_places(chunks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Place -> module of this rank's chunks."""
+def trainer_places(chunks: Sequence[nn.Module], noop: Sequence[int]) -> dict[str, nn.Module]:
+    """Place -> module of this rank's chunks. noop: layers that do nothing; they are none of the engine's layers."""
     from mindspeed_rl_plugin.weights.storages import unwrap
 
     out: dict[str, nn.Module] = {}
     for chunk in map(unwrap, chunks):
         out |= {"embedding": chunk.embedding} if chunk.pre_process else {}
-        out |= _of_layers((layer.layer_number - 1, layer) for layer in chunk.decoder.layers)
-        last = getattr(chunk.decoder, "final_layernorm", None)
+        out |= _of_layers(
+            (at - sum(n < at for n in noop), layer) for layer in chunk.decoder.layers for at in [layer.layer_number - 1]
+        )
+        # MindSpeed-LLM has it in the chunk if there are layers for multi-token prediction.
+        last = getattr(chunk, "final_layernorm", None) or getattr(chunk.decoder, "final_layernorm", None)
         out |= {} if last is None else {"last norm": last}
     return out
 
@@ -86,14 +95,12 @@ def recorded(places: Mapping[str, nn.Module], rows: Callable[[Tensor], Tensor]) 
             handle.remove()
 
 
-def ask_engine(engine: Any) -> tuple[Completion, Places] | None:
-    """A greedy response, and the outputs of each place `[P + R - 1, H]`; None for an engine with graphs."""
+def ask_engine(engine: Any) -> tuple[Completion, Places]:
+    """A greedy response, and the outputs of each place `[P + R - 1, H]`."""
     from mindspeed_rl_plugin.engine import vllm_api
     from mindspeed_rl_plugin.engine.rollout_engine import generate
 
     engine = vars(engine).get("_engine") if hasattr(vars(engine).get("_engine"), "submit") else engine  # of one turn
-    if not engine.eager:
-        return None
     request = GenerateRequest(
         SampleId(-7, 0, 0), PROMPT, Sampling(RESPONSE_TOKENS, temperature=0.0, ignore_eos=True), 1
     )
@@ -108,10 +115,12 @@ def ask_engine(engine: Any) -> tuple[Completion, Places] | None:
 
 def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[list[float], Places]:
     """Log-probs of the response and the outputs of each place, on this rank. Collective."""
+    from megatron.training import get_args
+
     from mindspeed_rl_plugin.forward.pipeline import compute_logps
     from mindspeed_rl_plugin.loop.run import current
 
-    settings, row = current().inputs.forward, torch.tensor(tokens)
+    settings, row = dataclasses.replace(current().inputs.forward, temperature=1.0), torch.tensor(tokens)
     count = 1 if settings.packed or settings.max_tokens else settings.micro_batch_size
     mask = torch.tensor([0] * len(PROMPT) + [1] * RESPONSE_TOKENS, dtype=torch.uint8)
     columns = {"tokens": Ragged.from_rows([row] * count), "loss_mask": Ragged.from_rows([mask] * count)}
@@ -120,42 +129,42 @@ def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[lis
     def first_row(output: Tensor) -> Tensor:
         return _complete(output)[: len(tokens) - 1, 0]  # `[S, mb, H]`
 
-    with recorded(trainer_places(chunks), first_row) as seen:
+    with recorded(trainer_places(chunks, noop_layers(get_args())), first_row) as seen:
         logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
     return ([] if logps is None else logps[0].rows()[0][len(PROMPT) :].tolist()), seen
 
 
 def _complete(output: Tensor) -> Tensor:
     """The output of all positions; with sequence parallelism each tensor parallel rank has a part of them."""
-    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.training import get_args
 
-    if not get_args().sequence_parallel:
-        return output
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(output) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, output.contiguous(), group=group)
-    return torch.cat(parts)
+    return gather_from_sequence_parallel_region(output) if get_args().sequence_parallel else output
 
 
 def parts(
     engine: Places, trainer: Places, logps: tuple[Sequence[float], Sequence[float]], noise: float, equal: int
 ) -> dict[str, Any]:
-    """Place -> difference, and the first place where it is larger than the noise, with its first token. equal: number
-    of response tokens, from the first on, that trainer and engine have in common; what follows them is not compared."""
+    """Place -> difference that a quarter of the tokens exceeds (rounding gives single tokens other experts), and the
+    first place where it is larger than the noise, with its first token. equal: number of response tokens, from the
+    first on, that trainer and engine have in common; what follows them is not compared."""
     count, logps = len(PROMPT) + equal, (logps[0][:equal], logps[1][:equal])
     far, first = {}, None
     for place, (ours, *_) in trainer.items():
         ours, theirs = ours[:count], engine[place][0][:count]
         each = ((ours - theirs).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-6)).nan_to_num(torch.inf)
-        far[place] = float(each.max())
+        far[place] = _upper_quartile(each)
         if first is None and far[place] > noise:
-            first = {"place": place, "token": int((each > noise).nonzero()[0, 0]), "of_prompt": len(PROMPT)}
+            first = {"place": place, "token": int((each > noise).nonzero()[0, 0])}
     if logps[1]:
-        far[LOG_PROBS] = max(abs(a - b) for a, b in zip(*logps, strict=True))
+        far[LOG_PROBS] = _upper_quartile((torch.tensor(logps[0]) - torch.tensor(logps[1])).abs())
         if first is None and not far[LOG_PROBS] <= noise:
-            first = {"place": LOG_PROBS, "token": len(PROMPT), "of_prompt": len(PROMPT)}
+            first = {"place": LOG_PROBS, "token": len(PROMPT)}
     return {"far": far, "first": first}
+
+
+def _upper_quartile(values: Tensor) -> float:
+    return float(values.sort().values[3 * len(values) // 4])  # NaN comes last
 
 
 def depth(place: str) -> float:
@@ -164,21 +173,19 @@ def depth(place: str) -> float:
     return int(layer) + (what == "MLP") / 2 if layer else {"embedding": -1.0, "last norm": 1e6}.get(place, 1e7)
 
 
-def attach(folder: Path) -> None:
+def attach(folder: Path, colocation: ModuleType) -> None:
     """From now on each rollout of this process is compared."""
-    from mindspeed_rl_plugin.loop.colocation import Colocation
+    from mindspeed_rl_plugin.engine import vllm_engine
 
-    original, transfer = Colocation.awake, Colocation._to_engine
+    arguments, own = vllm_engine.engine_arguments, colocation.Colocation
+    original, transfer = own.awake, own._to_engine
     killed = [int(n) for n in os.environ.get(KILLS, "-1:-1").split(":")]
 
     @contextlib.contextmanager
-    def awake(self: Colocation, version: int) -> Iterator[Any]:
+    def awake(self: Any, version: int) -> Iterator[Any]:
         with original(self, version) as moved:
-            asked = ask_engine(self.engine)
+            done, engine = ask_engine(self.engine)
             yield moved
-        if asked is None:
-            return
-        done, engine = asked
         self.onload()
         box = [done.tokens]
         dist.broadcast_object_list(box, src=0)
@@ -190,28 +197,39 @@ def attach(folder: Path) -> None:
         with open(folder / f"{PARTS_FILES}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"version": version, "noise": noise, **line}) + "\n")
 
-    def to_engine(self: Colocation, version: int) -> Any:
+    def to_engine(self: Any, version: int) -> Any:
         if [dist.get_rank(), version] == killed:
             (folder / KILLED_FILE).write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
         return transfer(self, version)
 
-    Colocation.awake, Colocation._to_engine = awake, to_engine
-    if SAVES_NOT in os.environ:
-        from mindspeed_rl_plugin.launch import launch
+    own.awake, own._to_engine = awake, to_engine
+    vllm_engine.engine_arguments = lambda *a: arguments(*a) | {"enforce_eager": True}
 
+
+def change_launch(launch: ModuleType) -> None:
+    """Save nothing in the user's own launch; in a small job begin with random values in all tensors."""
+    from mindspeed_rl_plugin.launch.megatron_setup import on_each_chunk
+
+    original = launch.setup_model_and_optimizer
+
+    def filled(args: Any, setup: Callable[..., Any], positional: tuple, named: Mapping[str, Any]) -> Any:
+        call = on_each_chunk(setup, positional, named, fill_vectors)
+        return original(args, setup, call.args, call.kwargs)
+
+    if OWN_LAUNCH in os.environ:
         launch.save_checkpoint = lambda *args, **kwargs: None
-    if EAGER in os.environ:
-        from mindspeed_rl_plugin.engine import vllm_engine
-
-        arguments = vllm_engine.engine_arguments
-        vllm_engine.engine_arguments = lambda *a: arguments(*a) | {"enforce_eager": True}
+    else:
+        launch.setup_model_and_optimizer = filled
 
 
 def main(argv: Sequence[str]) -> None:
     from mindspeed_rl_plugin.host.on_import import after_import
 
-    after_import("mindspeed_rl_plugin.loop.colocation", lambda _: attach(Path(argv[0])))
+    after_import("mindspeed_rl_plugin.loop.colocation", functools.partial(attach, Path(argv[0])))
+    after_import("mindspeed_rl_plugin.launch.launch", change_launch)
+    if get_device().is_cpu:  # which lacks modules of MindSpeed
+        return absent_modules.main(argv[1:])
     sys.argv = ["mindspeed_rl_plugin", *argv[1:]]
     runpy.run_module("mindspeed_rl_plugin", run_name="__main__", alter_sys=True)
 

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import html
+import json
 import os
 import signal
 import socket
@@ -124,12 +125,12 @@ class _Doctor:
         if self.options.compare:
             if "--rl-algorithm" not in flags:
                 raise ValueError(f"--compare {self.options.script}: it has no --rl-algorithm; add its --rl-* flags")
-            yield from train_checks.compare_launch(self._bench(launch, dtype), launch.arguments)
+            yield from train_checks.compare_launch(self._bench(launch, dtype))
             return
         parts = {
             "machine": lambda: self._machine(launch, flags),
             "memory": lambda: self._ranks(60.0 if cpu else 240.0),
-            "engine": lambda: self._engine(dtype, cpu),
+            "engine": lambda: self._engine(launch, dtype, cpu),
             "trainer": lambda: self._trainer(launch, dtype),
         }
         only = ["memory" if name == "links" else name for name in self.options.only]  # the same processes
@@ -153,12 +154,16 @@ class _Doctor:
         program = rank_checks.__name__, rank_checks.RANK_CHECKS
         return run_checks(*program, self.nodes, self.folder / "ranks", seconds, _environment(self.folder))
 
-    def _engine(self, dtype: str, cpu: bool) -> Iterator[Result]:
+    def _engine(self, launch: CapturedLaunch, dtype: str, cpu: bool) -> Iterator[Result]:
         """On an accelerator a process for each model: vLLM's sleep mode allows one engine in a process."""
-        names, env = list(small_models.SMALL_MODELS), _environment(self.folder)
-        for models in [names] if cpu else [[name] for name in names]:
-            folder, program = self.folder / f"engine {models[0]}", (engine_checks.__name__, engine_checks.ENGINE_CHECKS)
-            yield from run_checks(*program, Nodes(1), folder, ENGINE_SECONDS, env, dtype, *models)
+        configs, why = small_models.models_of(launch.arguments)
+        (file := self.folder / "models.json").write_text(json.dumps(configs))
+        program, env = (engine_checks.__name__, engine_checks.ENGINE_CHECKS), _environment(self.folder)
+        for models in [[*configs]] if cpu else [[name] for name in configs]:
+            folder = self.folder / f"engine {models[0]}"
+            yield from run_checks(*program, Nodes(1), folder, ENGINE_SECONDS, env, dtype, str(file), *models)
+        if why:
+            yield engine_checks.BUILD.not_run(why, small_models.YOURS)
 
     def _launch(self) -> CapturedLaunch:
         """The launch of the script or, without one, of Megatron's pretrain_gpt.py on this machine."""
@@ -174,7 +179,7 @@ class _Doctor:
             _say(note)
         path = os.pathsep.join(map(str, (*entry.path, ROOT)))
         env = _environment(self.folder) | launch.exported | {"PYTHONPATH": path}
-        own = (self.folder, entry.script, env, dtype, get_device().is_cpu)
+        own = (self.folder, entry, env, dtype, launch.arguments)
         if self.options.compare:
             return train_checks.TrainBench(self._nodes_of(launch), *own, 3600.0, launch.cwd)
         return train_checks.TrainBench(Nodes(_even(self.nodes.ranks)), *own)
@@ -195,11 +200,16 @@ class _Doctor:
         except ValueError as error:
             yield train_checks.RUNS.not_run(str(error))
             return
-        fixed = bench.prepare()
-        for name, axes in train_checks.LAYOUTS.items():
+        layouts, prepared = dict(train_checks.LAYOUTS), bench.prepare()
+        if why := small_models.models_of(launch.arguments)[1]:
+            yield train_checks.RUNS.not_run(why, small_models.YOURS)
+        elif launch.arguments:
+            layouts[small_models.YOURS] = small_models.axes_of(Flags.parse(launch.arguments))
+        for name, axes in layouts.items():
             for axis in axes if self.options.full else axes[:1]:
                 _say(f"  {name}, {axis}")
-                yield from train_checks.check_model(name, axis, bench, fixed, full=self.options.full)
+                job = (name, axis, bench, prepared)
+                yield from train_checks.check_model(*job, first=axis == axes[0], full=self.options.full)
 
 
 def _even(ranks: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,23 +21,23 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.host import activate_if_needed
-from mindspeed_rl_plugin.layout.layout import EngineParallel, engine_layout
+from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, engine_layout
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 from mindspeed_rl_plugin.tools.doctor import small_models
 from mindspeed_rl_plugin.tools.doctor.program import CheckCall, work
 from mindspeed_rl_plugin.tools.doctor.result import Check
 from mindspeed_rl_plugin.weights.live import engine_storage
 
-# Largest mean difference of log-probs [nats] by rounding, which may also give a token other experts.
+# Largest median difference of log-probs [nats] by rounding, which may also give a token other experts.
 LOGP_LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
 TELL_US, _INSTALL = "report this with the file of --out", "install versions that README names"
-_check, _nats = partial(Check, "engine"), "transformers', at most {nats:g} nats (mean)"
+_check, _nats = partial(Check, "engine"), "transformers', at most {nats:g} nats (median)"
 BUILD = _check("build", "", f"the message says what vLLM lacks; {_INSTALL}", True)
 GRAPHS = _check("captured graphs", "at least 1", "look for warnings about graphs in the log that --keep keeps")
 LOADED = _check("answers of loaded weights", _nats, f"vLLM computes another model than transformers: {_INSTALL}", True)
 SAMPLED = _check(
     "log-probs of sampled tokens",
-    "those of temperature and top-p, at most {nats:g} nats (mean)",
+    "those of temperature and top-p, at most {nats:g} nats (median)",
     "the sampler's log-probs are of another distribution: install a vLLM (vllm-ascend) that has logprobs_mode",
 )
 SLEEP_FREES = _check("memory that sleep frees", "at least {mib:.0f} MiB", "turn expandable segments off")
@@ -65,19 +67,21 @@ _UNSEEN = tuple(range(900, 900 + _LONG))
 Found = tuple[bool | None, str]  # the first arguments of `Check.result`
 
 
-def steps(_: float, dtype: str, *models: str) -> Iterator[CheckCall]:
-    """The checks of all models, in this process."""
+def steps(_: float, dtype: str, file: str, *models: str) -> Iterator[CheckCall]:
+    """The checks of all models, in this process. file: JSON, name -> config.json."""
     activate_if_needed()
     dist.init_process_group("gloo")
     for model in models:
-        yield from EngineBench(model, dtype, Path(tempfile.mkdtemp())).steps()
+        config = json.loads(Path(file).read_text())[model]
+        yield from EngineBench(model, config, dtype, Path(tempfile.mkdtemp())).steps()
 
 
 class EngineBench:
     """An engine of a small model, with two sets of weights and transformers' models of both. folder: an empty one."""
 
-    def __init__(self, model: str, dtype: str, folder: Path) -> None:
-        self.model, self.dtype, self.folder, self.nats = model, dtype, folder, LOGP_LIMITS[dtype]
+    def __init__(self, model: str, config: Mapping[str, Any], dtype: str, folder: Path) -> None:
+        self.model, self.config, self.dtype, self.folder = model, config, dtype, folder
+        self.nats = LOGP_LIMITS[dtype]
         self.weights, self.judges, self.engine = [], [], None
 
     def steps(self) -> Iterator[CheckCall]:
@@ -105,11 +109,11 @@ class EngineBench:
         began = time.monotonic()
         for seed in (0, 1):
             (at := self.folder / f"{seed}").mkdir()
-            self.weights.append(small_models.random_weights(self.model, seed, getattr(torch, self.dtype)))
-            small_models.write_model(self.model, self.weights[seed], at)
+            self.weights.append(small_models.random_weights(self.config, seed, getattr(torch, self.dtype)))
+            small_models.write_model(self.config, self.weights[seed], at)
             self.judges.append(small_models.Judge(at))
         options = VllmOptions(
-            small_models.config_of(self.model),
+            self.config,
             max_model_len=small_models.CONTEXT,
             dtype=self.dtype,
             max_running=8,
@@ -173,7 +177,7 @@ class EngineBench:
     def far_from(
         self, judge: int, prompts: Sequence[tuple[int, ...]], done: Sequence[Completion], **sampling: float
     ) -> Found:
-        """Largest mean difference of a response's log-probs from those of transformers' model number `judge`."""
+        """Largest median difference of a response's log-probs from those of transformers' model number `judge`."""
         far = 0.0
         for prompt, one in zip(prompts, done, strict=True):
             logits = self.judges[judge].logits([*prompt, *one.tokens[:-1]])[len(prompt) - 1 :]
@@ -199,7 +203,7 @@ class EngineBench:
 
     def write(self, which: int) -> Found:
         """Write all weights as the reshard does, through views of the live tensors, and read them back."""
-        live, shape, weights = self.engine.parameters(), small_models.shape_of_model(self.model), self.weights[which]
+        live, shape, weights = self.engine.parameters(), ModelShape.from_hf_config(self.config), self.weights[which]
         layout = engine_layout(shape, engine_storage(shape, EngineParallel(1, 1), 0, live), 0)
         pieces = [(name, s, s.view(live[name].data, s.start, s.size)) for name, some in layout.items() for s in some]
         values = [weights[s.name].narrow(s.axis, s.start, s.size).to(part) for _, s, part in pieces]
@@ -236,14 +240,15 @@ def _requests(
 
 
 def _difference(logits: Tensor, done: Completion, temperature: float = 1.0, top_p: float = 1.0) -> float:
-    """Mean difference between the log-probs of a response and those of the logits `[R, V]`, as they are sampled."""
+    """Median difference between the log-probs of a response and those of the logits `[R, V]`, as they are sampled:
+    rounding gives a few tokens other experts."""
     probs, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
     outside = (probs.cumsum(-1) - probs >= top_p).gather(-1, order.argsort(-1))
     logps = (logits / temperature).masked_fill(outside, -torch.inf).log_softmax(-1)
     theirs = logps.gather(-1, torch.tensor(done.tokens)[:, None])[:, 0]
     far = (theirs - torch.tensor(done.logps)).abs()
     inside = far[theirs.isfinite()]  # rounding may move a token across the limit of top-p
-    return float(inside.mean()) if len(inside) > 0.75 * len(far) else math.inf
+    return float(inside.median()) if len(inside) > 0.75 * len(far) else math.inf
 
 
 if __name__ == "__main__":

@@ -78,9 +78,10 @@ def run_checks(
     *arguments: str,
 ) -> list[Result]:
     """Results of this machine's processes; afterwards none of them runs. program: module that calls `work`; table: its
-    checks, in their order; folder: a new one for files; seconds: limit for all; arguments: dtype and models, if any."""
+    checks, in their order; folder: a new one for files; seconds: limit for all; arguments: of the program; from the
+    third on they are names of models."""
     folder.mkdir()
-    places, began, results, inside = arguments[1:] or ("",), time.time(), list[Result](), dict[int, dict[str, Any]]()
+    places, began, results, inside = arguments[2:] or ("",), time.time(), list[Result](), dict[int, dict[str, Any]]()
     command = nodes.torchrun("-m", program, str(folder), str(seconds), *arguments)
     done = run(command, folder / "log", seconds, env=env)
     for rank in range(nodes.index * nodes.ranks, (nodes.index + 1) * nodes.ranks):

@@ -1,80 +1,150 @@
-"""The models of `doctor`: two layers each, random weights, as Hugging Face directories; and their log-probs by
-transformers."""
+"""The models of `doctor`, each a set of Megatron's flags: three of its own, and that of the launch script made small;
+their random weights, and their log-probs by transformers."""
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from mindspeed_rl_plugin.engine.hf_config import for_engine, write_config
+from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
+from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.engine.engine_sizes import cpu_problems
+from mindspeed_rl_plugin.engine.hf_config import derive_config, for_engine, write_config
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
-from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY
+from mindspeed_rl_plugin.tools.plan.script_args import namespace
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+from mindspeed_rl_plugin.tools.rehearse.shrink import VOCABULARY, shrink
 
 CONTEXT = 256  # tokens
-_SMALL_SIZES = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
-)
-_SMALL_SIZES |= dict(num_key_value_heads=2, max_position_embeddings=CONTEXT, rms_norm_eps=1e-6, rope_theta=10000.0)
-_SMALL_SIZES |= dict(hidden_act="silu", tie_word_embeddings=False)
-_SMALL_EXPERTS = dict(
-    moe_intermediate_size=48, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1
-)
-_SMALL_EXPERTS |= dict(topk_group=1, first_k_dense_replace=1, norm_topk_prob=True)
-_YARN = dict(rope_type="yarn", type="yarn", factor=4.0, original_max_position_embeddings=4096, rope_theta=10000.0)
-_YARN |= dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0)
-# name -> config.json: a tied head and norms of queries and keys; experts with a router bias and partly rotated heads;
-# latent attention with YaRN. vLLM on a CPU has latent attention only of these sizes.
-SMALL_MODELS: dict[str, dict[str, Any]] = {
-    "dense": _SMALL_SIZES | dict(model_type="qwen3", head_dim=32, tie_word_embeddings=True),
-    "experts": _SMALL_SIZES
-    | _SMALL_EXPERTS
-    | dict(model_type="glm4_moe", head_dim=32, attention_bias=True, partial_rotary_factor=0.5)
-    | dict(routed_scaling_factor=1.5, rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
-    "latent attention": _SMALL_SIZES
-    | _SMALL_EXPERTS
-    | dict(model_type="kimi_k2", num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=512, routed_scaling_factor=2.5)
-    | dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_parameters=_YARN),
+YOURS = "your model"  # the model of the launch script, with two layers
+_ALL_SMALL = """
+    --ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
+    --position-embedding-type rope --make-vocab-size-divisible-by 1
+"""
+_GROUPED = "--group-query-attention --num-query-groups 2 --kv-channels 32"
+_SMALL_EXPERTS = """
+    --untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq [0]+[1] --moe-ffn-hidden-size 64
+    --moe-shared-expert-intermediate-size 64 --moe-router-topk 2 --moe-router-load-balancing-type none
+    --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-token-dispatcher-type alltoall
+    --sequence-parallel
+"""
+# name -> flags: a tied head and norms of queries and keys (Qwen3); experts with a router bias, partly rotated heads
+# (GLM-4.5 Air); latent attention with YaRN (DeepSeek-V3). `shrink` adds the other sizes.
+SMALL_MODELS = {
+    "dense": f"{_ALL_SMALL} {_GROUPED} --qk-layernorm",
+    "experts": f"{_ALL_SMALL} {_SMALL_EXPERTS} {_GROUPED} --add-qkv-bias --rotary-percent 0.5 "
+    "--moe-router-topk-scaling-factor 1.5",
+    "latent attention": f"{_ALL_SMALL} {_SMALL_EXPERTS} --multi-latent-attention --qk-layernorm --q-lora-rank 24 "
+    "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --kv-channels 128 "
+    "--rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1 --moe-router-topk-scaling-factor 2.5",
 }
+# The same models in MindSpeed-LLM, which has layers and flags of its own.
+_SPEC = "--spec mindspeed_llm.tasks.models.spec.{}_spec layer_spec"
+_FIRST_IS_DENSE = "--first-k-dense-replace 1 --moe-layer-freq 1 --n-shared-experts 1 --norm-topk-prob"
+IN_MINDSPEED_LLM = {
+    "dense": _SPEC.format("qwen3"),
+    "experts": _FIRST_IS_DENSE,
+    "latent attention": f"{_SPEC.format('deepseek')} {_FIRST_IS_DENSE} --beta-fast 32 --beta-slow 1 "
+    "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-mscale 1 --rope-scaling-mscale-all-dim 1 "
+    "--rope-scaling-original-max-position-embeddings 4096",
+}
+# Flags of the launch script's model, which the other models do not have.
+_OF_MODEL = """
+    --add-qkv-bias --group-query-attention --num-query-groups --kv-channels --qk-* --v-head-dim --*-lora-rank --mla-*
+    --multi-latent-attention --*-rope-head-dim --rope-* --rotary-* --use-rope-scaling --partial-rotary-factor --mscale*
+    --beta-* --*-freq-factor --original-max-position-embeddings --untie-embeddings-and-output-weights --num-experts
+    --moe-* --first-k-dense-replace --n-shared-experts --shared-expert-gate* --norm-topk-prob --mtp-* --spec
+    --noop-layers --padded-vocab-size --vocab-size --gemm-gradient-accumulation-fusion
+"""
+SIZES_OF = {"tp": "tensor-model", "pp": "pipeline-model", "ep": "expert-model"}  # axis -> words of its flag
 
 
-def shape_of_model(name: str) -> ModelShape:
-    return ModelShape.from_hf_config(SMALL_MODELS[name])
+def axes_of(given: Flags) -> tuple[str, ...]:
+    """The axes by which a launch divides its model, ("dp",) if there is none."""
+    return tuple(a for a, size in SIZES_OF.items() if given.number(f"--{size}-parallel-size", 1) > 1) or ("dp",)
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """config.json of a model, with the fields that are the same in all models of its family."""
-    table = shape_of_model(name).table
-    return {
-        **table.hf.fixed,
-        **table.hf.code,
-        **table.hf.written,
-        "architectures": [table.architecture],
-        **SMALL_MODELS[name],
-    }
+def small_flags(given: Flags, model: str, axis: str, ranks: int) -> Flags:
+    """The flags of a launch with a small model, divided over `ranks` ranks by one axis, "dp" for none. On a host your
+    model has the sizes of a rehearsal, on an accelerator all sizes of one layer but the number of experts."""
+    flags = Flags(dict(given.values))
+    # Megatron's replicas of experts need an --expert-model-parallel-size above 1 to stay equal.
+    for name, size in (SIZES_OF | {"cp": "context", "ep ": "expert-tensor"}).items():
+        if model != YOURS or name.strip() != axis:
+            flags.apply("", f"--{size}-parallel-size")
+    if model != YOURS:
+        flags.apply("", f"{_OF_MODEL} --rl-generate-*")
+        divided = f" --{SIZES_OF[axis]}-parallel-size {ranks}" if axis in SIZES_OF else ""
+        engines = f" --rl-generate-tp {ranks} --rl-generate-ep {ranks}" if axis == "ep" else ""
+        flags = Flags(flags.values | Flags.parse((SMALL_MODELS[model] + divided + engines).split()).values)
+    shrink(flags, ranks, widths=model != YOURS or get_device().is_cpu)
+    flags.set("--init-method-std", flags.number("--hidden-size", 0) ** -0.5, why="")  # so that each tensor matters
+    return flags
 
 
-def random_weights(name: str, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def config_of(flags: Flags) -> dict[str, Any]:
+    """config.json of the model of these flags. Raises ValueError if the engine has no such model."""
+    args = namespace(flags)
+    if problem := unbuilt_family(args):
+        raise ValueError(problem)
+    args.max_position_embeddings = CONTEXT
+    config = derive_config(args, vocab_size=VOCABULARY)
+    if get_device().is_cpu and (problem := next(cpu_problems(ModelShape.from_hf_config(config)), None)):
+        raise ValueError(problem)
+    return config
+
+
+def models_of(arguments: Sequence[str]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Name -> config.json of the models that are checked, and why your model is not one of them. arguments: of the
+    launch; (): there is none."""
+    given = Flags.parse(arguments)
+    out = {name: config_of(small_flags(given, name, "dp", 1)) for name in SMALL_MODELS}
+    if not arguments:
+        return out, ""
+    try:
+        return out | {YOURS: config_of(small_flags(given, YOURS, "dp", 1))}, ""
+    except ValueError as error:
+        return out, str(error)
+
+
+def random_weights(config: Mapping[str, Any], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Hugging Face's name -> random tensor. The values are large enough that each tensor matters for the log-probs, and
     all tensors differ between two seeds."""
     generator, out = torch.Generator().manual_seed(seed), {}
-    for tensor, canonical in canonical_tensors(shape_of_model(name)).items():
+    for tensor, canonical in canonical_tensors(ModelShape.from_hf_config(config)).items():
         noise = torch.randn(canonical.shape, generator=generator)
-        scale = 0.25 if "embed" in tensor or "lm_head" in tensor else 0.125
-        values = noise * scale if noise.dim() == 2 else 1 + 0.2 * noise if "norm" in tensor else 0.3 * noise
+        scale = canonical.shape[-1] ** -0.5 * (2 if "embed" in tensor or "lm_head" in tensor else 1)
+        values = noise * scale if noise.dim() == 2 else _of_vector(tensor, noise)
         out[tensor] = values.to(torch.float32 if canonical.wide else dtype)
     return out
 
 
-def write_model(name: str, weights: Mapping[str, Tensor], folder: Path) -> None:
+def _of_vector(name: str, noise: Tensor) -> Tensor:
+    return 1 + 0.2 * noise if "norm" in name else 0.3 * noise
+
+
+def fill_vectors(chunk: nn.Module) -> nn.Module:
+    """Random values for norms and biases of a chunk of Megatron's model, which it begins as ones and zeros; equal on
+    all ranks that have the same tensor. Returns the chunk."""
+    biases = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("bias"))
+    for name, tensor in (*chunk.named_parameters(), *biases):
+        if tensor.dim() == 1:
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
+            tensor.data.copy_(_of_vector(name, noise))
+    return chunk
+
+
+def write_model(config: Mapping[str, Any], weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write config.json and model.safetensors into an existing folder."""
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
-    write_config(config_of(name) | {"torch_dtype": dtype}, folder)
+    write_config({**config, "torch_dtype": dtype}, folder)
     save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
 
 
@@ -89,7 +159,7 @@ class Judge:
         logging.set_verbosity_error()
 
         config = for_engine(json.loads((folder / "config.json").read_text()))
-        kind = "deepseek_v3" if config["model_type"] == "kimi_k2" else config["model_type"]
+        kind = config["model_type"]
         read = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k not in ("model_type", "torch_dtype")})
         self.model = AutoModelForCausalLM.from_pretrained(folder, config=read, dtype=torch.float32).eval()
 

@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.tools.plan.estimate import PlannedRun
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 
-# Arguments that are read, with Megatron's defaults: sizes of at least 1, other numbers, switches, words.
+# Arguments that are read, with Megatron's defaults: sizes of at least 1, other numbers, switches, others.
 _COUNTS = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "global_batch_size")) | {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -44,10 +44,14 @@ _SWITCHES = """
     use_tp_pp_dp_mapping account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     use_distributed_optimizer bf16 fp16 swiglu reuse_fp32_param swap_optimizer
 """
-_WORD_ARGS = {
+_OTHER_ARGS = {
     "normalization": "LayerNorm",
     "position_embedding_type": "learned_absolute",
     "moe_token_dispatcher_type": "allgather",
+    "norm_epsilon": 1e-5,
+    "rotary_base": 10000,
+    "rotary_scaling_factor": 1.0,
+    "rope_scaling_factor": 8.0,
 }
 _SWAP_TIMES = 16  # default of MindSpeed's --swap-optimizer-times
 _ATTRIBUTES = {row.spelt: row.name for row in UPSTREAM}  # flag -> attribute; the names of some differ
@@ -80,7 +84,7 @@ def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
 def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: Path = Path()) -> PlannedRun:
     """The planned run of these arguments on `world` ranks. vocab: size of the vocabulary; None: that of the script or
     of its tokenizer; folder: relative paths start here."""
-    args = _namespace(flags)
+    args = namespace(flags)
     args.world_size = world
     if problem := unbuilt_family(args):
         raise ValueError(problem)
@@ -137,13 +141,15 @@ def rl_flags(flags: Flags) -> tuple[RLConfig, Algorithm | None, list[str]]:
     return config, algorithm, problems + limit_problems(*vars(config).values())
 
 
-def _namespace(flags: Flags) -> argparse.Namespace:
+def namespace(flags: Flags) -> argparse.Namespace:
     """The script's arguments, with defaults for those that the plan reads. Raises ValueError for invalid ones."""
     for flag, known in _NO_FLAGS.items():
         if flag in flags:
             raise ValueError(f"{flag}: Megatron has no such flag; write {known}")
     numbers = _OTHER_NUMBERS.split()
-    args = argparse.Namespace(**dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _COUNTS | _WORD_ARGS)
+    args = argparse.Namespace(
+        **dict.fromkeys(numbers) | dict.fromkeys(_SWITCHES.split(), False) | _COUNTS | _OTHER_ARGS
+    )
     for flag in flags.values:
         setattr(args, _ATTRIBUTES.get(flag) or flag[2:].replace("-", "_"), _typed(flags.get(flag) or ""))
     args.add_bias_linear = "--disable-bias-linear" not in flags

@@ -10,14 +10,17 @@ MEMBERS = 4
 _SMALL, _FEWER_RANKS, _ONE_ITERATION, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-# Rules of `Flags.apply`: layers {0}, key heads {1}, heads {2}, hidden size {3}, experts {4}. The latent size of keys
-# and values does not change: vLLM on a CPU only supports DeepSeek's (`engine_sizes.CPU_LATENT_SIZE`).
-MODEL_RULES = """
-    --num-layers={0} --num-query-groups<={1} --num-attention-heads={2} --hidden-size={3} --ffn-hidden-size<=256
-    --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64 --kv-channels<=32
-    --num-experts<={4} --moe-router-topk<=2 --moe-router-num-groups<=2 --moe-router-group-topk<=1
+# Rules of `Flags.apply`: layers {0}, experts {1}.
+COUNT_RULES = """
+    --num-layers={0} --num-experts<={1} --moe-router-topk<=2 --moe-router-num-groups<=2 --moe-router-group-topk<=1
     --first-k-dense-replace<=1 --recompute-num-layers<=1
     --num-virtual-stages-per-pipeline-rank<=2 --num-layers-per-virtual-pipeline-stage<=1
+"""
+# Key heads {0}, heads {1}, hidden size {2}. The sizes of a head in latent attention do not change: vLLM on a CPU only
+# supports DeepSeek's (`engine_sizes.CPU_LATENT_SIZE`).
+WIDTH_RULES = """
+    --num-query-groups<={0} --num-attention-heads={1} --hidden-size={2} --ffn-hidden-size<=256
+    --moe-ffn-hidden-size<=64 --moe-shared-expert-intermediate-size<=64 --q-lora-rank<=64
 """
 # Flags that depend on the original number of layers or batches. --num-layer-list, which does too, has its own rule.
 LAID_OUT = """
@@ -96,8 +99,9 @@ def ranks_of_split(flags: Flags) -> int:
     return 2 if sum(flags.number(f"--{size}-parallel-size", 1) > 1 for size in sizes) < 2 else 4
 
 
-def shrink(flags: Flags, ranks: int) -> None:
-    """Make everything smaller, and record the changes. ranks: number of processes, a power of two."""
+def shrink(flags: Flags, ranks: int, widths: bool = True) -> None:
+    """Make everything smaller, and record the changes. ranks: number of processes, a power of two; widths: False leaves
+    the sizes of heads, hidden states and MLPs as they are."""
     tp = 2 if flags.number("--tensor-model-parallel-size", 1) > 1 and ranks >= 2 else 1
     least = 4 if flags.get("--context-parallel-algo") == "hybrid_cp_algo" else 2
     cp = least if flags.number("--context-parallel-size", 1) > 1 and ranks // tp >= least else 1
@@ -112,11 +116,11 @@ def shrink(flags: Flags, ranks: int) -> None:
     if pp == 1:
         rules = "--num-layer-list --schedules-method --dualpipev-dw-detach --decoder-first-pipeline-num-layers"
         flags.apply(f"{_FEWER_RANKS}: no pipeline is left", f"{_VIRTUAL} {rules}")
-    _model(flags, pp)
+    _model(flags, pp, widths)
     _batch(flags, ranks, ranks // (tp * cp * pp) * 4)
 
 
-def _model(flags: Flags, pp: int) -> None:
+def _model(flags: Flags, pp: int, widths: bool) -> None:
     virtual = "--schedules-method" in flags or any("virtual" in flag for flag in flags.values)
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
     flags.apply("depends on the original number of layers or batches", LAID_OUT)
@@ -128,7 +132,13 @@ def _model(flags: Flags, pp: int) -> None:
     # Two experts per rank: with one, MindSpeed's --moe-zero-memory frees tokens that no permutation has copied.
     spread = flags.number("--tensor-model-parallel-size", 1) if "--moe-tp-extend-ep" in flags else 1
     experts = max(4, 2 * spread * flags.number("--expert-model-parallel-size", 1))
-    flags.apply(_SMALL, MODEL_RULES, layers, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE, experts)
+    flags.apply(_SMALL, COUNT_RULES, layers, experts)
+    if "[" in (pattern := flags.get("--moe-layer-freq") or ""):
+        flags.apply(_SMALL, "--moe-layer-freq=[{0}]+[1]*{1}", int("[0" not in pattern), layers - 1)
+    if widths:
+        flags.apply(_SMALL, WIDTH_RULES, HEADS if every_head else 2, HEADS, HEADS * HEAD_SIZE)
+        if "--multi-latent-attention" not in flags:
+            flags.apply(_SMALL, "--kv-channels<={0}", HEAD_SIZE)
     if noop:
         flags.apply(_SMALL, "--noop-layers~{0} --num-layers-per-virtual-pipeline-stage~2", layers - 1)
     flags.apply(_SMALL, "--num-layer-list~{0},1 --decoder-first-pipeline-num-layers~{1}", layers - 1, layers // pp)
