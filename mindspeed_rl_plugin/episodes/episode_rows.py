@@ -23,8 +23,9 @@ calls of unknown tools; arguments: calls with wrong arguments; raised: calls tha
 between turns; cut: observations that were cut to --rl-max-observation-length; special: messages of the environment
 with the text of a control token (see `chat`); milliseconds: time of the user's code."""
 
-MEASURED = ("prompt_length", "turns", "environment_failed", "episode_counts", "tool_calls")
-DUMPED = ("turn_reward", "conversation")
+_ONLY_MEASURED = ("environment_failed", "episode_counts", "tool_calls")
+MEASURED = ("prompt_length", "turns", *_ONLY_MEASURED)
+DUMPED = ("turn_reward", "conversation", *_ONLY_MEASURED)
 FAILING = 16  # the run stops if a tool failed in every call of the last FAILING episodes that called it
 
 

@@ -100,7 +100,10 @@ def _to_sample(inputs: Inputs, ends: Mapping[int, str]) -> Inputs:
         for problem in check_servers(config, engine_config, dtype):
             raise ValueError(problem)
     graders = _graders(inputs)
-    inputs.responses.try_once(meta_of(inputs.data.at(0)), inputs.response_seed, inputs.data.where(0))
+    if replayed():  # the dumps have the responses
+        inputs.responses.close()
+    else:
+        inputs.responses.try_once(meta_of(inputs.data.at(0)), inputs.response_seed, inputs.data.where(0))
     inputs = dataclasses.replace(
         inputs,
         held_out=tuple(held_out.all()[: config.monitor.eval_prompts or None]) if held_out else (),

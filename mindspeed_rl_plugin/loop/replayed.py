@@ -31,12 +31,14 @@ class ReplayedSchedule(RolloutSchedule):
         super().__init__(job, stages, 0)
         at = [spec.name for spec in table].index("groups")
         read = {spec.stored.get(name, name) for spec in table[at + 1 :] for name in spec.reads}
-        self.needed = [column.name for column in columns_of(table[:at]) if column.name in read]
+        self.needed = [column for column in columns_of(table[:at]) if column.name in read]
 
     def collect(self, done: int) -> Rollout:
         """The rollout that the recorded job trained after `done` iterations."""
         job, plan, sizes = self.job, self.job.plan, self.job.plan.sizes
-        rows = read_rollout(dump_file(replayed()["dumps"], done))
+        # `valid@STAGE`, of a user's stage, has the effect of the last `valid`.
+        names = {column: column.name.partition("@")[0] for column in self.needed}
+        rows = read_rollout(dump_file(replayed()["dumps"], done), names.values())
         groups = tuple(dict.fromkeys(i[:2] for i in rows.ids))
         if list(rows.ids) != plan.ids(groups) or len(rows) != sizes.samples:
             raise ValueError(
@@ -47,8 +49,7 @@ class ReplayedSchedule(RolloutSchedule):
         for epoch in sorted({epoch for epoch, _ in groups} - plan.rounds.keys()):  # not in the checkpoint's dock
             plan.rounds[epoch] = sizes.prompts
             job.dock.open(epoch, sizes.prompts, sizes.members)
-        # `valid@STAGE`, of a user's stage, has the effect of the last `valid`.
-        columns = {name: rows[name.partition("@")[0]] for name in self.needed}
+        columns = {spec.name: rows[name] if spec.ragged else rows[name].to(spec.dtype) for spec, name in names.items()}
         job.dock.put(Rows(rows.ids, columns) if job.topology.leader else None)
         plan.use(groups, plan.plan(groups))
         return self._prepare(done, None, {})
@@ -59,7 +60,7 @@ class ReplayedSchedule(RolloutSchedule):
 
 @dataclass
 class RecordingTrainer(MegatronTrainer):
-    """Writes what one update makes of each row that counts in its loss, as lines of rows-rankR.jsonl."""
+    """Writes what one update makes of each row that counts in its loss, as lines of tokens-rankR.jsonl."""
 
     at: RankParts | None = None
 
@@ -73,22 +74,23 @@ class RecordingTrainer(MegatronTrainer):
         if topology.writer:
             parts = zip(micro_batches, now, self.policy.weights, strict=True)
             lines = [to_json({**row, "norm": norm}) for part in parts for row in self._recorded(*part)]
-            Path(asked["out"], f"rows-rank{topology.rank}.jsonl").write_text("".join(lines), encoding="utf-8")
+            Path(asked["out"], f"tokens-rank{topology.rank}.jsonl").write_text("".join(lines), encoding="utf-8")
         return stepped
 
     def _recorded(self, rows: Rows, now: Ragged, weights: Tensor) -> Iterator[dict[str, Any]]:
-        """Of each row its id and the weight of its tokens in the loss; of each token its place in the response, text,
-        advantage, and log-probs: of the engine, of the trainer before the rollout (`old`), in this step (`now`)."""
-        mask = rows["loss_mask"]
-        columns = {"engine": rows["logp_rollout"], "old": rows.columns.get("logp_old", now), "now": now}
+        """Of each token its row's id, its place in the response, weight in the loss, text, advantage, and log-probs: of
+        the engine, of the trainer before the rollout (`old`), in this step (`now`)."""
+        mask, decode = rows["loss_mask"], self.at.inputs.tokenizer.decode
+        columns = {"text": rows["tokens"], "engine": rows["logp_rollout"], "now": now}
+        columns["old"] = rows.columns.get("logp_old", now)
         columns["advantage"] = rows["advantages"] if "advantages" in rows.columns else spread(rows["advantage"], mask)
         for i, weight in enumerate(weights.tolist()):
-            places = mask.row(i).nonzero().flatten()
-            if all(bool(rows[name][i]) for name in ("valid", "multiplicity") if name in rows.columns) and len(places):
-                text = [self.at.inputs.tokenizer.decode([token]) for token in rows["tokens"].row(i)[places].tolist()]
-                values = {name: column.row(i)[places].tolist() for name, column in columns.items()}
-                place = (places - places[0]).tolist()
-                yield {"id": list(rows.ids[i]), "weight": weight, "place": place, "text": text, **values}
+            if all(bool(rows[name][i]) for name in ("valid", "multiplicity") if name in rows.columns):
+                of_row, places = {"id": list(rows.ids[i]), "weight": weight}, mask.row(i).nonzero().flatten().tolist()
+                values = {name: column.row(i).tolist() for name, column in columns.items()}
+                for place in places:
+                    of_token = {name: column[place] for name, column in values.items()}
+                    yield {**of_row, **of_token, "place": place - places[0], "text": decode([of_token["text"]])}
 
     def _norm_of(self, sample: SampleId, micro_batches: Sequence[Rows], call: TrainStep, version: int) -> float:
         """Norm of the gradient if only this row had a weight. Changes neither weights nor optimizer. Collective."""

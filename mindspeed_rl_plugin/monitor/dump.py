@@ -38,22 +38,23 @@ def dump_rollout(
     """Write the rows of one rollout to `rollout-{iteration - 1:06d}.parquet`, and return its path.
 
     decode: token ids to text; iteration: the first iteration that trains on the rollout; graders: names of the
-    columns of reward_parts `[B, n]`; own: further columns, of a user's stages.
+    columns of reward_parts `[B, n]`; own: further columns, of a user's stages and of responses of several turns.
     """
     import pyarrow.parquet as pq
 
     table = _table(rows, decode, iteration, graders)
     for name in own:
-        table = table.append_column(name, _plain(rows[name]))
+        if name in rows.columns and name not in table.column_names:
+            table = table.append_column(name, _plain(rows[name]))
     path = dump_file(dump_dir, iteration - 1)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda p: pq.write_table(table, p, compression="zstd"))
     return path
 
 
-def read_rollout(path: str | os.PathLike[str]) -> Rows:
-    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, rewards, finish, version, and
-    `REPLAYED`, which older dumps lack."""
+def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
+    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, turns, rewards, finish,
+    version, `REPLAYED`, which older dumps lack, and columns of `own` that have as many numbers in each row."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)
@@ -65,13 +66,23 @@ def read_rollout(path: str | os.PathLike[str]) -> Rows:
     for name in set(TOKEN_COLUMNS) & columns.keys():
         pairs = zip(prompt.lengths.tolist(), _ragged(columns[name]).rows(), strict=True)
         out[name] = Ragged.from_rows([torch.cat([row.new_zeros(length), row]) for length, row in pairs])
-    if "segments" in columns:  # missing in older dumps
-        held = map(torch.tensor, columns["segments"].to_pylist())
-        out["segments"] = Ragged.from_rows([torch.tensor(r) for r in _shifted(held, prompt.lengths, [1, 0])])
+    for name, which in (("segments", [1, 0]), ("turns", [1, 1])):  # older dumps lack segments
+        if name in columns:
+            held = map(torch.tensor, columns[name].to_pylist())
+            out[name] = Ragged.from_rows([torch.tensor(r) for r in _shifted(held, prompt.lengths, which)])
+    if "turns" in columns:
+        rewards = [torch.tensor(row, dtype=torch.float32) for row in columns["turn_reward"].to_pylist()]
+        out |= {"prompt_length": prompt.lengths, "turn_reward": Ragged.from_rows(rewards)}
     out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
     out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
     numbers = [name for name in ("reward", "version", "response_length", *REPLAYED) if name in columns]
-    return Rows(ids, out | {name: torch.tensor(columns[name].to_numpy()) for name in numbers})
+    out |= {name: torch.tensor(columns[name].to_numpy()) for name in numbers}
+    return Rows(ids, out | {name: torch.tensor(columns[name].to_pylist()) for name in {*own} - out.keys()})
+
+
+def lacking(columns: Iterable[str]) -> set[str]:
+    """Columns that a dump with these columns lacks, and that `replay` reads."""
+    return {*REPLAYED, *(("environment_failed",) if "turns" in columns else ())}.difference(columns)
 
 
 def discard_dumps_after(dump_dir: str | os.PathLike[str], done: int) -> int:
@@ -126,8 +137,7 @@ def _of_turns(rows: Rows, prompt: Ragged) -> dict[str, Any]:
 
     turns = _shifted(rows["turns"].rows(), -prompt.lengths, [1, 1])
     texts = [_utf8(json.dumps(messages, ensure_ascii=False)) for messages in unpack_json(rows["conversation"])]
-    rewards = _plain(rows["turn_reward"])
-    return {"turns": pa.array(turns), "turn_reward": rewards, "conversation": pa.array(texts)}
+    return {"turns": pa.array(turns), "conversation": pa.array(texts)}
 
 
 def _shifted(rows: Iterable[Tensor], by: Tensor, which: Sequence[int]) -> list[list[list[int]]]:

@@ -139,6 +139,8 @@ _UNITS_AND_TEXTS = {
     "dock/bytes_written": ("bytes", "written to the dock, by all ranks"),
     "dock/bytes_remote": ("bytes", "read or written between machines, by all ranks"),
 }
+# Metrics that depend on the machine's state, so that two equal iterations do not share them; `iteration` is none.
+NOT_REPEATED = re.compile(r"iteration|time|.*(seconds|bytes|per_second).*|(idle|engines)/.*")
 METRICS = {name: Meaning(*of) for name, of in _UNITS_AND_TEXTS.items()}
 _PATTERNS = (
     (re.compile(r"seconds/.+"), Meaning("s", "time of the stage on its slowest rank")),

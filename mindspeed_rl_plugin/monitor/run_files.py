@@ -89,6 +89,12 @@ def run_id(run_dir: str | os.PathLike[str]) -> str | None:
     return read_run(run_dir).get("id")
 
 
+def dumps_owner(dump_dir: str | os.PathLike[str]) -> dict[str, str]:
+    """`run_dir` and `id` of the run that wrote the dumps of a directory; empty if it is not known."""
+    path = Path(dump_dir) / OWNER_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str], *, resumed: bool) -> None:
     """Refuse to mix the dumps of two runs: raises ValueError if `dump_dir` has dumps of another run than `run_dir`'s.
     Dumps with this run's id are its own, also if its directory was moved. A resumed run also accepts dumps that name
@@ -96,8 +102,7 @@ def check_dumps(dump_dir: str | os.PathLike[str], run_dir: str | os.PathLike[str
     dumps = dump_files(dump_dir)
     if not dumps:
         return
-    path = Path(dump_dir) / OWNER_FILE
-    owner = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    owner = dumps_owner(dump_dir)
     where, identity = owner.get("run_dir"), owner.get("id")
     if where == os.path.abspath(run_dir) or resumed and (where is None or not Path(where).is_dir()):
         return

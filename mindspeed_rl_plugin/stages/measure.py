@@ -35,7 +35,7 @@ def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind
     if dump:
         reads += ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments", "graded")
         reads += (advantages.column_name(algorithm),)
-        if_written += ("logp_ref", *kind.dumped, *own)
+        if_written = tuple(dict.fromkeys((*if_written, "logp_ref", *kind.dumped, *own)))
     built = partial(Measure, own=own)
     return StageSpec("measure", reads, (), resource="leader", if_written=if_written, build=built)
 
@@ -106,8 +106,8 @@ class Measure(Stage):
     def _dump(self, rows: Rows, folder: str, iteration: int) -> None:
         if "advantages" not in rows.columns:
             rows = rows.with_columns(advantages=spread(rows["advantage"], rows["loss_mask"]))
-        names, decode = self.context.graders.names, self.context.decode
-        dump_rollout(folder, rows, decode, iteration=iteration, graders=names, own=self.own)
+        names, own = self.context.graders.names, (*self.own, *self.context.responses.dumped)
+        dump_rollout(folder, rows, self.context.decode, iteration=iteration, graders=names, own=own)
 
 
 def transfer_metrics(transfers: Sequence[Transfer]) -> dict[str, Metric]:

@@ -48,7 +48,7 @@ dense_model, moe_model, latent_model, training_flags = map(given, (MODEL, MOE_MO
 plain_model = given(golden.MODEL)  # without biases of query, key and value
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def long_model(dense_model: str) -> str:
     """For episodes, whose rows are long."""
     return dense_model.replace("length 32", "length 64").replace("embeddings 32", "embeddings 64")

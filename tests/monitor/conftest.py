@@ -122,6 +122,7 @@ def make_episodes() -> Rows:
         "prompt_length": torch.tensor(before),
         "turns": Ragged.from_rows([torch.tensor(t) + start for t, start in zip(turns, before, strict=True)]),
         "turn_reward": Ragged.from_rows([torch.tensor(r) for r in rewards]),
+        "episode_counts": torch.tensor([[1, 0], [0, 0]]),
         "conversation": pack_json([asked + spoken, [{"role": "user", "content": asked[1]["content"]}, alone]]),
     }
     return rows.with_columns(**columns)
@@ -217,7 +218,16 @@ def rows_builder():
 @pytest.fixture
 def episode_dump(tmp_path) -> Path:
     """A folder with the dump of two episodes."""
-    return dump_rollout(tmp_path / "dump", make_episodes(), decode, iteration=1, graders=("math", "format")).parent
+    own = ("turn_reward", "episode_counts", "tool_calls")
+    return dump_rollout(
+        tmp_path / "dump", make_episodes(), decode, iteration=1, graders=("math", "format"), own=own
+    ).parent
+
+
+@pytest.fixture
+def two_episodes() -> Rows:
+    """The rows of that dump."""
+    return make_episodes()
 
 
 @pytest.fixture

@@ -8,7 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from mindspeed_rl_plugin.monitor.dump import DUMP_FIELDS, TOKEN_COLUMNS, discard_dumps_after, dump_rollout, read_rollout
+from mindspeed_rl_plugin.monitor.dump import (
+    DUMP_FIELDS,
+    TOKEN_COLUMNS,
+    discard_dumps_after,
+    dump_rollout,
+    lacking,
+    read_rollout,
+)
 from mindspeed_rl_plugin.monitor.run_files import check_dumps, claim_dumps, dump_files, write_json
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, pack_json
 
@@ -19,19 +26,28 @@ def decode(tokens):
     return "".join(map(chr, tokens))
 
 
-def test_rows_come_back_as_they_were(rows_builder, tmp_path):
-    rows = rows_builder(12, 0.5)
-    path = dump_rollout(tmp_path, rows, decode, iteration=13, graders=("math", "format"))
-    assert path == tmp_path / "rollout-000012.parquet"
-    back = read_rollout(path)
+def same_rows(back, rows, lacking):
     assert back.ids == rows.ids
-    assert set(back.columns) == set(rows.columns) - {"meta"}
+    assert set(back.columns) == set(rows.columns) - lacking
     for name, column in back.columns.items():
         want = rows[name]
         if isinstance(column, Ragged):
             assert torch.equal(column.offsets, want.offsets), name
             column, want = column.values, want.values
         assert column.dtype == want.dtype and torch.equal(column, want), name
+
+
+def test_rows_come_back_as_they_were(rows_builder, tmp_path):
+    rows = rows_builder(12, 0.5)
+    path = dump_rollout(tmp_path, rows, decode, iteration=13, graders=("math", "format"))
+    assert path == tmp_path / "rollout-000012.parquet"
+    same_rows(read_rollout(path), rows, {"meta"})
+
+
+def test_turns_come_back_as_they_were(two_episodes, episode_dump):
+    path = episode_dump / "rollout-000000.parquet"
+    same_rows(read_rollout(path, ["turn_reward", "episode_counts"]), two_episodes, {"meta", "conversation"})
+    assert lacking(pq.read_schema(path).names) == {"environment_failed"}
 
 
 def test_one_row_a_sample_in_words_and_numbers(rows_builder, tmp_path):

@@ -2,13 +2,13 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mindspeed_rl_plugin.monitor.dump import REPLAYED
 from mindspeed_rl_plugin.tools.replay import compared, repeat
 
 pytestmark = pytest.mark.quick
@@ -27,12 +27,10 @@ def save(tmp_path, monkeypatch):
     lines = [{"iteration": n, "loss": 0.5, **({"groups/dropped": 0.0} if n % 2 else {})} for n in range(1, 5)]
     (folder / "rl" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for done in (0, 2):
-        pq.write_table(
-            pa.table(dict.fromkeys(repeat.REPLAYED, [done])), folder / "dump" / f"rollout-00000{done}.parquet"
-        )
+        pq.write_table(pa.table(dict.fromkeys(REPLAYED, [done])), folder / "dump" / f"rollout-00000{done}.parquet")
     (folder / "dump" / "dumps-of.json").write_text('{"id": "abc"}')
     launch = {"words": WORDS, "directory": "/", "ranks": 2}
-    about(folder, id="abc", launch=launch, dump_dir=str(folder / "dump"))
+    about(folder, id="abc", launch=launch, dump_dir=str(folder / "dump"), reference="/gone/iter_0000009")
     return folder
 
 
@@ -49,7 +47,7 @@ def dump_of(save: Path, *columns: str) -> None:
 def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
     described, line, checkpoint, rows = repeat.recorded(save, save / "rl", 4)
     assert (described["id"], line["iteration"], checkpoint) == ("abc", 4, 3)
-    assert rows == [dict.fromkeys(repeat.REPLAYED, 2)], "of the rollout that began after 2 iterations"
+    assert rows == [dict.fromkeys(REPLAYED, 2)], "of the rollout that began after 2 iterations"
 
 
 @pytest.mark.parametrize(
@@ -58,13 +56,17 @@ def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
         (4, lambda save: (save / "rl" / "run.json").unlink(), "has no run.json: give the --save of a job"),
         (4, lambda save: about(save, launch=None), "run.json has no `launch`.*an older version wrote it"),
         (9, lambda save: None, "the job has no update in iteration 9: its metrics end at 4"),
-        (2, lambda save: None, r"has no checkpoint before iteration 2, only \[2, 3\]: give a later iteration"),
-        (4, lambda save: [*map(shutil.rmtree, save.glob("iter_*"))], r"no checkpoint before iteration 4, only \[\]"),
+        (2, lambda save: None, "no checkpoint before iteration 2, and /gone/iter_0000009, .* is gone: put it back"),
         (4, lambda save: about(save, dump_dir=None), "wrote no dumps.*: give it --rl-dump-dir DIR"),
         (4, lambda save: about(save, id="other"), "holds the rollouts of another run"),
-        (3, lambda save: (save / "dump" / "rollout-000002.parquet").unlink(), "rollout-000002.parquet.* is missing"),
+        (
+            3,
+            lambda save: (save / "dump" / "rollout-000002.parquet").unlink(),
+            "2.parquet, .* cannot be read: .*No such file",
+        ),
+        (3, lambda save: (save / "dump" / "rollout-000002.parquet").write_text("x"), "cannot be read.*; put it back"),
         (3, lambda save: dump_of(save, "valid", "length"), "has no column graded, weights_digest; an older version"),
-        (3, lambda save: dump_of(save, "turns", *repeat.REPLAYED), "has responses of several turns"),
+        (3, lambda save: dump_of(save, "turns", *REPLAYED), "has no column environment_failed; an older version"),
     ],
 )
 def test_what_cannot_be_replayed_is_said_before_a_rank_starts(save, capsys, iteration, broken, message):
@@ -73,13 +75,40 @@ def test_what_cannot_be_replayed_is_said_before_a_rank_starts(save, capsys, iter
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_the_command_writes_to_no_place_of_the_job():
-    given = repeat.command(WORDS, "/view", 3, 7, ["--rl-clip-high", "0.3"])
-    words = given[given.index("mindspeed_rl_plugin") + 1 :]
-    assert given[given.index("--nproc-per-node") + 1] == "3"
+def words_of(nearest: int, flags: list[str], *more: str, reference: str | None = None) -> list[str]:
+    """Script and flags of a replay of iteration 7 on three ranks."""
+    described = {"launch": {"words": [*WORDS, *more]}, "reference": reference}
+    given = repeat.command(described, nearest, 3, 7, flags, "/view")
+    assert "--nproc-per-node=3" in given
+    return given[given.index("mindspeed_rl_plugin") + 1 :]
+
+
+def test_the_command_writes_to_no_place_of_the_job(capsys):
+    words = words_of(4, ["--rl-clip-high", "0.3"])
     assert words[:6] == ["train.py", "--save", "S", "--rl-reward", "math", "exact"]
     assert words[6:12] == ["--save", "/view", "--rl-run-dir", "/view/rl", "--exit-interval", "7"]
-    assert words[-2:] == ["--rl-clip-high", "0.3"], "the last one counts"
+    assert words[-2:] == ["--rl-clip-high", "0.3"] and not capsys.readouterr().err, "the last one counts"
+
+
+@pytest.mark.parametrize(
+    ("reference", "flags"),
+    [
+        (None, []),
+        ("/there/release", ["--load", "/there"]),
+        ("/there/iter_0000500", ["--load", "/there", "--ckpt-step", "500"]),
+    ],
+)
+def test_without_a_checkpoint_it_starts_from_what_the_job_began_with(reference, flags):
+    words = words_of(0, [], "--load", "S", "--ckpt-step=3", reference=reference)
+    assert words[words.index("exact") + 1 : words.index("/view") - 1] == flags
+    assert words_of(4, [], "--load", "S")[6:8] == ["--load", "S"]
+
+
+def test_a_schedule_of_the_user_has_an_effect(capsys):
+    words = words_of(4, ["--lr", "1e-5"], repeat.SAVED_SCHEDULE)
+    assert repeat.NEW_SCHEDULE in words and repeat.SAVED_SCHEDULE not in words
+    assert capsys.readouterr().err == f"with {repeat.NEW_SCHEDULE}: without it --lr is refused or has no effect\n"
+    assert repeat.NEW_SCHEDULE not in words_of(4, ["--lr", "1e-5", repeat.SAVED_SCHEDULE]), "as the user asked"
 
 
 def test_numbers_that_differ_come_first():
@@ -94,10 +123,27 @@ def test_numbers_that_differ_come_first():
 
 
 def test_the_wrong_token_is_named_not_the_larger_gaps_behind_it():
-    noise, wrong = [1e-7, -1e-7, 2e-7, 0.0], [0.0, 0.1, 3.0, 0.2]
-    same = {"engine": noise, "text": "abcd", "place": range(4), "advantage": noise}
-    olds = enumerate(([0.0] * 4, wrong, noise))
-    rows = [{**same, "id": [1, 0, m], "old": old, "now": old, "dumped": {"logp_old": old}} for m, old in olds]
-    head, _, *lines = compared.tokens(rows)
-    assert head == "worst tokens: 3 of 12 have a gap above 1e-06 nats"
-    assert [line.split()[:3] for line in lines[:2]] == [["1,0,1", "1", "'b'"], ["1,0,0", "2", "'c'"]]
+    """Nor tokens that older weights sampled. A row with another advantage comes before it, and one whose log-probs are
+    not those of the dump."""
+    noise, wrong, stale = [1e-7, -1e-7, 2e-7, 0.0], [0.0, 0.1, 3.0, 0.2], [0.5, -0.5, 0.4, 0.6]
+
+    def named(*rows: tuple[list[float], int, float, float]) -> tuple[list[str], list[str]]:
+        tokens, dump = [], []
+        for member, (old, version, advantage, off) in enumerate(rows):
+            row = {"epoch": 1, "group": 1, "member": member, "reward": 1.0, "reward_parts": [0.5, 0.5]}
+            logps = {
+                "logp_old": [9.0] * 4 + [off if logp is None else logp + off for logp in old],
+                "advantages": [0.0] * 8,
+            }
+            dump.append({**row, **logps, "segments": [[0, 2], [4, version]]})
+            token = {"id": [1, 1, member], "text": "a", "engine": 0.0, "advantage": advantage}
+            tokens += [{**token, "old": logp, "now": logp, "place": 4 + i} for i, logp in enumerate(old)]
+        lines = compared.report({}, {}, tokens, dump, 0.0, None).split("\n")
+        at = next(i for i, line in enumerate(lines) if line.startswith("row "))
+        return [line.split()[0] for line in lines[at - 3 : at]], [",".join(lines[at + 1].split()[:4:3])]
+
+    usual = (noise, 7, 0.0, 0.0), (wrong, 7, 0.0, 0.0), (stale, 6, 0.0, 0.0)
+    assert named(*usual) == (["3", "12", "3"], ["1,1,1,5"])
+    assert named(*usual, (noise, 7, 0.0, 1e-3)) == (["4", "12", "3"], ["1,1,3,4"])
+    assert named(*usual, (noise, 7, 0.1, 0.0)) == (["3", "16", "3"], ["1,1,3,6"])
+    assert named(*usual, ([None, *noise[1:]], 7, 0.0, 0.0)) == (["4", "15", "4"], ["1,1,3,4"]), "NaN"

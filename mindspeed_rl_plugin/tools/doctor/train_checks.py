@@ -16,6 +16,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.monitor.names import NOT_REPEATED
 from mindspeed_rl_plugin.monitor.run_files import METRICS_FILE, read_metrics
 from mindspeed_rl_plugin.tools.doctor import compare, small_models
 from mindspeed_rl_plugin.tools.doctor.engine_checks import LOGP_LIMITS, TELL_US
@@ -99,8 +100,6 @@ _FIXED = """
 """
 # Flags of a launch that `compare_launch` removes.
 _NOT_COMPARED = "--save --rl-run-dir --rl-dump-dir --rl-eval-data --rl-eval-every --rl-generators --async-save"
-# Metrics that differ between equal steps.
-_TIMES = re.compile(r"time|seconds/.*|.*seconds|tokens_per_second.*|dock/.*|peak_bytes/.*|reshard/.*|idle/.*")
 _BROKEN = re.compile(r"(WeightMismatch|BrokenWeights): (.*)")
 _ENDS_WITHIN = 60  # seconds from the end of a rank to the end of its job
 _GROWTH_LIMITS = {True: 160 << 20, False: 64 << 20}  # bytes; on a host they are those of the process
@@ -268,7 +267,7 @@ def _resumed(where: str, folder: Path, argv: Sequence[str], bench: TrainBench) -
         yield RESUME.result(False, reason(done), where)
         return
     pairs = [(n, one[n], two.get(n)) for one, two in zip(before, again, strict=True) for n in one]
-    differ = [(n, a, b) for n, a, b in pairs if a != b and not _TIMES.fullmatch(n)]
+    differ = [(n, a, b) for n, a, b in pairs if a != b and not NOT_REPEATED.fullmatch(n)]
     figure = "{}: {}, resumed {}".format(*differ[0]) if differ else "equal"
     yield RESUME.result(not differ, figure, where)
     if not last:

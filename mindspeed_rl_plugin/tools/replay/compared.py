@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
+import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.names import METRICS
+from mindspeed_rl_plugin.monitor.names import METRICS, NOT_REPEATED
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools.text_table import aligned
 
-# Numbers of time and memory, which a replay does not repeat.
-_OTHERS = re.compile(r"iteration|time|.*(seconds|bytes|per_second).*")
 NOISE = 10.0  # a gap between engine and trainer is suspicious above so many times the median
 SHOWN = 10  # rows of a table
-_HEAD = ("row", "place", "token", "engine", "trainer", "in the dump", "gap", "in this step", "ratio", "advantage")
-Row = Mapping[str, Any]  # line of `RecordingTrainer`, with `dumped`: this row in the dump
+_HEAD = ("row", "reward", "its parts", "place", "token", "weights", "engine", "trainer", "in the dump", "gap")
+_HEAD += ("in this step", "ratio", "advantage", "in the dump")
+Row = Mapping[str, Any]
 
 
 def report(
-    recorded: Row, again: Row, rows: Sequence[Row], dump: Sequence[Row], limit: float, sample: SampleId | None
+    recorded: Row, again: Row, tokens: Sequence[Row], dump: Sequence[Row], limit: float, sample: SampleId | None
 ) -> str:
-    """All tables. recorded, again: metrics; rows: lines of `RecordingTrainer`; limit: as in `differ`."""
+    """All tables. recorded, again: metrics; tokens: lines of `RecordingTrainer`; limit: as in `differ`."""
     dumped = {tuple(row[name] for name in SampleId._fields): row for row in dump}
-    rows = [{**row, "dumped": dumped[tuple(row["id"])]} for row in rows]
-    parts = [numbers(recorded, again, limit), advantages(rows, limit), tokens(rows)]
-    parts += [of_sample(rows, sample, again["grad_norm"])] if sample else []
+    least = max(limit, 1e-6)  # a dump has float32
+    tokens = [_beside(token, dumped[tuple(token["id"])], least) for token in tokens]
+    parts = [numbers(recorded, again, limit), worst(tokens)]
+    parts += [of_sample(tokens, sample, _real(again)["grad_norm"])] if sample else []
     return "\n".join(line for part in parts for line in ("", *part))
 
 
@@ -41,9 +42,8 @@ def differ(a: float, b: float, limit: float) -> bool:
 def numbers(recorded: Row, again: Row, limit: float) -> Iterator[str]:
     """Each number of a step beside the recorded one. Those that differ come first; in the register rewards are before
     log-probs, these before the loss, so the first is near to the cause."""
-    every = [name for name in dict.fromkeys((*METRICS, *again)) if not _OTHERS.fullmatch(name)]
-    nan = {name: math.nan for name in every}  # NaN and infinity are null in metrics.jsonl
-    recorded, again = ({n: nan[n] if v is None else v for n, v in row.items() if n in nan} for row in (recorded, again))
+    every = [name for name in dict.fromkeys((*METRICS, *again)) if not NOT_REPEATED.fullmatch(name)]
+    recorded, again = map(_real, (recorded, again))
     names = [name for name in every if name in recorded and name in again]
     wrong = [name for name in names if differ(recorded[name], again[name], limit)]
     how = f"the first other one is {wrong[0]}" if wrong else f"within {limit:g}" if limit else "bit for bit"
@@ -55,47 +55,67 @@ def numbers(recorded: Row, again: Row, limit: float) -> Iterator[str]:
     yield from aligned(table, 1)
 
 
-def advantages(rows: Sequence[Row], limit: float) -> Iterator[str]:
-    """Rows with another advantage than in the dump, the largest change first: the row of a wrong reward, if any."""
-    pairs = [(row["dumped"], statistics.fmean(row["advantage"])) for row in rows]
-    wrong = [(row, now) for row, now in pairs if differ(row["advantage"], now, max(limit, 1e-6))]  # float32 in the dump
-    yield f"{len(rows) - len(wrong)} of {len(rows)} rows have the advantage of the dump"
-    table = [("row", "reward", "its parts", "advantage in the dump", "replayed")]
-    for row, now in sorted(wrong, key=lambda pair: -abs(pair[0]["advantage"] - pair[1]))[:SHOWN]:
-        cells = f"{row['reward']:g}", _id(row["reward_parts"]), f"{row['advantage']:.6g}", f"{now:.6g}"
-        table.append((_id([row[name] for name in SampleId._fields]), *cells))
-    yield from aligned(table, 1) if wrong else ()
+def worst(tokens: Sequence[Row]) -> Iterator[str]:
+    """One token of each row. Rows with another advantage than in the dump come first, the largest change first: the row
+    of a wrong reward, if any. Then rows with other log-probs of the trainer, and those with the largest gap between
+    engine and trainer, as a multiple of the noise of tokens that the same weights sampled. The token is the first
+    suspicious one, since a wrong token changes the log-probs of those after it."""
+    gaps: dict[int, list[float]] = {}
+    for token in tokens:
+        gaps.setdefault(token["version"], []).append(token["gap"])
+    noise = {version: NOISE * max(statistics.median(of), 1e-7) for version, of in gaps.items()}
+    tokens = [{**token, "far": token["gap"] / noise[token["version"]]} for token in tokens]
+    rows = [[*of] for _, of in itertools.groupby(tokens, key=operator.itemgetter("id"))]
+    same = sum(not any(token["changed"] for token in of) for of in rows), sum(not token["other"] for token in tokens)
+    yield f"{same[0]} of {len(rows)} rows have the advantage of the dump"
+    yield f"{same[1]} of {len(tokens)} tokens have the trainer's log-prob of the dump"
+    far = sum(token["far"] > 1 for token in tokens)
+    yield f"{far} have a gap between engine and trainer above {NOISE:g} times the median of their weights; the worst:"
+    guilt = operator.itemgetter("changed", "other", "far")
+    order = sorted(rows, key=lambda of: max(map(guilt, of)), reverse=True)[:SHOWN]
+    firsts = [next((t for t in of if t["other"] or t["far"] > 1), max(of, key=guilt)) for of in order]
+    yield from aligned([_HEAD, *map(_cells, firsts)], 6)
 
 
-def tokens(rows: Sequence[Row]) -> Iterator[str]:
-    """One token of each row, the row with the largest gap between engine and trainer first: its first token above the
-    noise, since a wrong token changes the log-probs of those after it; without one, the token with the largest gap."""
-    gaps = [[abs(a - b) for a, b in zip(row["engine"], row["old"], strict=True)] for row in rows]
-    every = [gap for row in gaps for gap in row]
-    noise = NOISE * max(statistics.median(every), 1e-7)
-    yield f"worst tokens: {sum(gap > noise for gap in every)} of {len(every)} have a gap above {noise:.2g} nats"
-    lines = []
-    for row, gap in sorted(zip(rows, gaps, strict=True), key=lambda pair: -max(pair[1]))[:SHOWN]:
-        lines.append(_token(row, next((i for i, value in enumerate(gap) if value > noise), gap.index(max(gap)))))
-    yield from aligned([_HEAD, *lines], 3)
-
-
-def of_sample(rows: Sequence[Row], sample: SampleId, total: float) -> Iterator[str]:
+def of_sample(tokens: Sequence[Row], sample: SampleId, total: float) -> Iterator[str]:
     """All tokens of one row. total: norm of the step's gradient."""
-    row = next((row for row in rows if row["id"] == list(sample)), None)
-    if row is None:
-        yield f"row {_id(sample)} counts in no loss of this iteration; {_id(rows[0]['id'])}, for example, does"
+    mine = [token for token in tokens if token["id"] == list(sample)]
+    if not mine:
+        yield f"row {_id(sample)} counts in no loss of this iteration; {_id(tokens[0]['id'])}, for example, does"
         return
-    norm = f"norm of its gradient {row['norm']:.6g}, {row['norm'] / total:.1%} of the step's"
-    yield f"row {_id(sample)}: weight of each token in the loss {row['weight']:.6g}; {norm}"
-    yield from aligned([_HEAD, *(_token(row, i) for i in range(len(row["text"])))], 3)
+    weight, norm = mine[0]["weight"], mine[0]["norm"]
+    shares = f"norm of its gradient {norm:.6g}, {norm / total:.1%} of the step's"
+    yield f"row {_id(sample)}: weight of each token in the loss {weight:.6g}; {shares}"
+    yield from aligned([_HEAD, *map(_cells, mine)], 6)
 
 
-def _token(row: Row, i: int) -> tuple[str, ...]:
-    engine, old, now, place = (row[name][i] for name in ("engine", "old", "now", "place"))
-    logps = (f"{value:.6f}" for value in (engine, old, row["dumped"]["logp_old"][place]))
-    last = f"{abs(engine - old):.2g}", f"{now:.6f}", f"{math.exp(now - old):.6f}", f"{row['advantage'][i]:.6g}"
-    return _id(row["id"]), str(place), repr(row["text"][i]), *logps, *last
+def _beside(token: Row, row: Row, limit: float) -> Row:
+    """A token with its row in the dump, and what this row says of it: version of its weights, log-prob, advantage."""
+    token, place = _real(token), token["place"]
+    logp, before = row["logp_old"][place], row["advantages"][place]
+    version = [version for first, version in row["segments"] if first <= place][-1]
+    found = {"row": row, "version": version, "dumped": (logp, before), "gap": _distance(token["engine"], token["old"])}
+    changed = differ(token["advantage"], before, limit) and _distance(token["advantage"], before)
+    return {**token, **found, "changed": changed, "other": differ(token["old"], logp, limit)}
+
+
+def _real(row: Row) -> Row:
+    """A line of JSON, in which NaN and infinity are null, with NaN for null."""
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def _distance(a: float, b: float) -> float:
+    """Infinite if one is NaN."""
+    return math.inf if math.isnan(a - b) else abs(a - b)
+
+
+def _cells(token: Row) -> tuple[str, ...]:
+    old, now, row, (logp, before) = (token[name] for name in ("old", "now", "row", "dumped"))
+    parts = ",".join(f"{part:g}" for part in row["reward_parts"])
+    which = f"{row['reward']:g}", parts, str(token["place"]), repr(token["text"]), str(token["version"])
+    logps = (f"{value:.6f}" for value in (token["engine"], old, logp))
+    steps = f"{token['gap']:.2g}", f"{now:.6f}", f"{math.exp(now - old):.6f}"
+    return _id(token["id"]), *which, *logps, *steps, f"{token['advantage']:.6g}", f"{before:.6g}"
 
 
 def _id(sample: Sequence[int]) -> str:

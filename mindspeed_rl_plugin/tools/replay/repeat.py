@@ -7,30 +7,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, has_state, iteration_dir
+from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, has_state, iteration_dir, split_iteration_dir
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import REPLAY
-from mindspeed_rl_plugin.monitor.dump import REPLAYED
-from mindspeed_rl_plugin.monitor.run_files import OWNER_FILE, dump_file, read_jsonl, read_metrics, read_run
+from mindspeed_rl_plugin.launch.lr_schedule import FLAG_OF
+from mindspeed_rl_plugin.monitor.dump import lacking
+from mindspeed_rl_plugin.monitor.run_files import dump_file, dumps_owner, read_jsonl, read_metrics, read_run
 from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.rehearse.capture import run
+from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
+from mindspeed_rl_plugin.tools.rehearse.outcome import tail
 from mindspeed_rl_plugin.tools.replay import compared
 
-# Flags of places where a job writes.
-DROPPED = ("--rl-dump-dir", "--tensorboard-dir", "--wandb-project", "--rl-trace")
+DROPPED = ("--rl-dump-dir", "--tensorboard-dir", "--wandb-project", "--rl-trace")  # places where a job writes
+STARTS = ("--load", "--pretrained-checkpoint", "--ckpt-step", "--enable-hf2mg-convert")
+NEW_SCHEDULE, SAVED_SCHEDULE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 OTHER_LAYOUT = 1e-4  # relative; a number may differ by this on another layout
 
 
 def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int, list[dict]]:
-    """What a job recorded of an iteration: run.json, its metrics, the nearest checkpoint before it, and the rows of its
-    rollout in the dump. Raises ValueError for what a replay lacks."""
+    """What a job recorded of an iteration: run.json, its metrics, the nearest checkpoint before it (0: what the job
+    started from), and the rows of its rollout in the dump. Raises ValueError for what a replay lacks."""
     import pyarrow.parquet as pq
 
     about, old = read_run(run_dir), "an older version wrote it: replay an iteration that this version has run"
@@ -42,70 +49,92 @@ def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int
     if "loss" not in lines.get(iteration, {}):
         raise ValueError(f"the job has no update in iteration {iteration}: its metrics end at {max(lines, default=0)}")
     numbers = [int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit()]
-    saved = sorted(number for number in numbers if has_state(str(save), number))
-    if not (before := [number for number in saved if number < iteration]):
-        raise ValueError(f"{save} has no checkpoint before iteration {iteration}, only {saved}: give a later iteration")
+    nearest = max((number for number in numbers if number < iteration and has_state(str(save), number)), default=0)
+    if not nearest and (begun := about["reference"]) and not Path(begun).is_dir():
+        why = f"{save} has no checkpoint before iteration {iteration}, and {begun}, with which the job began, is gone"
+        raise ValueError(f"{why}: put it back, or give a later iteration")
     if not (folder := about.get("dump_dir")):
         raise ValueError("the job wrote no dumps, which hold its rollouts: give it --rl-dump-dir DIR")
-    owner = Path(folder, OWNER_FILE)
-    if owner.exists() and json.loads(owner.read_text(encoding="utf-8")).get("id") != about["id"]:
+    if dumps_owner(folder).get("id", about["id"]) != about["id"]:
         raise ValueError(f"{folder} holds the rollouts of another run than {run_dir}: give the --save of that run")
     starts = [number - 1 for number in lines if number <= iteration and "groups/dropped" in lines[number]]
-    needed = [dump_file(folder, start) for start in starts if start >= before[-1] or start == starts[-1]]
+    needed = [dump_file(folder, start) for start in starts if start >= nearest or start == starts[-1]]
     for path in needed:
-        if not path.exists():
-            raise ValueError(f"{path}, a rollout that the replay needs, is missing: put it back")
         try:
-            names = pq.read_schema(path).names
-        except OSError as error:
-            raise ValueError(f"{path} is damaged ({error}): put an undamaged copy there") from error
-        if lacking := [name for name in REPLAYED if name not in names]:
-            raise ValueError(f"{path} has no column {', '.join(lacking)}; {old}")
-        if "turns" in names:
-            raise ValueError(f"{path} has responses of several turns: a replay repeats responses of one turn only")
-    return about, lines[iteration], before[-1], pq.read_table(needed[-1]).to_pylist()
+            lacks = sorted(lacking(pq.read_schema(path).names))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{path}, a rollout that the replay needs, cannot be read: {error}; put it back"
+            ) from error
+        if lacks:
+            raise ValueError(f"{path} has no column {', '.join(lacks)}; {old}")
+    return about, lines[iteration], nearest, pq.read_table(needed[-1]).to_pylist()
 
 
-def command(words: Sequence[str], view: str, ranks: int, iteration: int, overrides: Sequence[str]) -> list[str]:
-    """The command of the replay. words: script and arguments of the job; view: --save of the replay."""
-    kept, dropped = list[str](), False
-    for word in words:
-        if word.startswith("--"):
-            dropped = word.partition("=")[0] in DROPPED
-        kept += [] if dropped else [word]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+def command(about: dict, nearest: int, ranks: int, iteration: int, flags: Sequence[str], view: str) -> list[str]:
+    """The command of the replay. about, nearest: as in `recorded`; flags: of the user; view: --save of the replay."""
+    script, *words = about["launch"]["words"]
+    given, asked = Flags.parse(words), Flags.parse(flags)
+    for flag in (*DROPPED, *(() if nearest else STARTS)):
+        given.values.pop(flag, None)
+    if not nearest and about["reference"]:
+        folder, step = split_iteration_dir(about["reference"])
+        given.values |= {"--load": (folder,)} | ({} if step == "release" else {"--ckpt-step": (str(step),)})
+    scheduled = [flag for flag in asked.values if any(flag in names.split() for names in FLAG_OF.values())]
+    if scheduled and not {NEW_SCHEDULE, SAVED_SCHEDULE} & asked.values.keys():
+        given.values.pop(SAVED_SCHEDULE, None)
+        given.values[NEW_SCHEDULE] = ()
+        print(f"with {NEW_SCHEDULE}: without it {scheduled[0]} is refused or has no effect", file=sys.stderr)
     # A job that writes dumps computes old log-probs by a pass of their own.
-    own = ["--save", view, "--rl-run-dir", f"{view}/rl", "--exit-interval", str(iteration), "--rl-old-logprobs", "pass"]
-    own += ["--rl-generators", "0"] if any(word.startswith("--rl-generators") for word in words) else []
-    return [*torchrun, "-m", "mindspeed_rl_plugin", *kept, *own, *overrides]
+    own = ["--save", view, "--rl-run-dir", f"{view}/rl", "--exit-interval", str(iteration)]
+    own += ["--rl-old-logprobs", "pass", *(["--rl-generators", "0"] if "--rl-generators" in given else [])]
+    return Nodes(ranks).torchrun("-m", "mindspeed_rl_plugin", script, *given.argv(), *own, *flags)
+
+
+def follow(log: Path, ended: threading.Event) -> None:
+    """Print lines of the job on stderr, one for each iteration, until it has ended."""
+    shown, over = 0, False
+    while not over:
+        over = ended.wait(0.5)
+        lines = log.read_text(errors="replace").split("\n")[:-1] if log.exists() else []
+        said = [line for line in lines if line.startswith(("rl ", "[rl] ready"))]
+        for line in said[shown:]:
+            print(line, file=sys.stderr, flush=True)
+        shown = len(said)
 
 
 def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
     """Run an iteration again, and compare. Raises ValueError, with the reason in its log, if the job fails."""
     save, number = args.save.absolute(), args.iteration
-    about, numbers, checkpoint, dumped = recorded(save, args.run_dir or save / "rl", number)
-    launch, steps = about["launch"], number - checkpoint - 1
-    ranks, device = args.ranks or launch["ranks"], get_device()
-    if ranks < 1:
-        raise ValueError(f"--ranks {ranks}: give 1 or more")
-    if not device.is_cpu and ranks > device.api.device_count():
-        raise ValueError(f"the job had {ranks} ranks, and here are {device.api.device_count()} devices: give --ranks N")
-    print(f"iteration {number}, from the checkpoint of {checkpoint}; {steps} steps in between are repeated", flush=True)
+    about, numbers, nearest, dumped = recorded(save, args.run_dir or save / "rl", number)
+    launch, device = about["launch"], get_device()
+    ranks, here = args.ranks or launch["ranks"], math.inf if device.is_cpu else device.api.device_count()
+    if not 1 <= ranks <= here:
+        fits = f"give --ranks N from 1 to {here} and, after --, the parallel sizes that fit it"
+        raise ValueError(f"the job trained on {launch['ranks']} ranks, and {ranks} cannot run here: {fits}")
+    begun = about["reference"] or "random weights, which other parallel sizes would make otherwise"
+    begin = f"the checkpoint of {nearest}" if nearest else f"the job's start ({begun})"
+    print(f"iteration {number}, from {begin}; {number - nearest - 1} steps in between are repeated", flush=True)
+    ended = threading.Event()
     with tempfile.TemporaryDirectory(prefix="rl-replay-") as view:
-        os.symlink(iteration_dir(str(save), checkpoint), iteration_dir(view, checkpoint))
-        Path(view, TRACKER).write_text(str(checkpoint))
+        if nearest:
+            os.symlink(iteration_dir(str(save), nearest), iteration_dir(view, nearest))
+            Path(view, TRACKER).write_text(str(nearest))
         asked = {"dumps": about["dump_dir"], "iteration": number, "sample": args.sample, "out": view}
         environment = {**os.environ, REPLAY: json.dumps(asked), "TMPDIR": view}
-        words, folder = command(launch["words"], view, ranks, number, flags), Path(launch["directory"])
-        done = run(words, Path(view, "log"), float("inf"), env=environment, cwd=folder)
-        rows = [row for path in sorted(Path(view).glob("rows-rank*.jsonl")) for row in read_jsonl(path)]
-        if not done.ok or not rows:
-            said = [line for line in done.lines if line.startswith(("[rl]", "  - "))] or done.lines
-            why = next((i for i, line in enumerate(said) if "RL cannot run" in line or " stops: " in line), -12)
-            raise ValueError("\n".join([f"the job ended with status {done.code}:", *said[why:][:12]]))
+        words, log = command(about, nearest, ranks, number, flags, view), Path(view, "log")
+        (watch := threading.Thread(target=follow, args=(log, ended), daemon=True)).start()
+        try:
+            done = run(words, log, float("inf"), env=environment, cwd=Path(launch["directory"]))
+        finally:
+            ended.set()
+            watch.join()
+        tokens = [token for path in sorted(Path(view).glob("tokens-rank*.jsonl")) for token in read_jsonl(path)]
+        if not done.ok or not tokens:
+            raise ValueError(f"the job ended with status {done.code}:\n{tail(done)}")
         again = {line["iteration"]: line for line in read_metrics(f"{view}/rl")}[number]
-    same = ranks == launch["ranks"] and all(flag.startswith("--rl-") for flag in flags if flag.startswith("--"))
-    return compared.report(numbers, again, rows, dumped, 0.0 if same else OTHER_LAYOUT, args.sample)
+    same = ranks == launch["ranks"] and not any("parallel" in flag for flag in flags)
+    return compared.report(numbers, again, tokens, dumped, 0.0 if same else OTHER_LAYOUT, args.sample)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
