@@ -28,7 +28,7 @@ _ALL_SMALL = """
     --ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
     --position-embedding-type rope --make-vocab-size-divisible-by 1
 """
-_GROUPED = "--group-query-attention --num-query-groups 2 --kv-channels 32"
+_GROUPED_HEADS = "--group-query-attention --num-query-groups 2 --kv-channels 32"
 _SMALL_EXPERTS = """
     --untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq [0]+[1] --moe-ffn-hidden-size 64
     --moe-shared-expert-intermediate-size 64 --moe-router-topk 2 --moe-router-load-balancing-type none
@@ -38,8 +38,8 @@ _SMALL_EXPERTS = """
 # name -> flags: a tied head and norms of queries and keys (Qwen3); experts with a router bias, partly rotated heads
 # (GLM-4.5 Air); latent attention with YaRN (DeepSeek-V3). `shrink` adds the other sizes.
 SMALL_MODELS = {
-    "dense": f"{_ALL_SMALL} {_GROUPED} --qk-layernorm",
-    "experts": f"{_ALL_SMALL} {_SMALL_EXPERTS} {_GROUPED} --add-qkv-bias --rotary-percent 0.5 "
+    "dense": f"{_ALL_SMALL} {_GROUPED_HEADS} --qk-layernorm",
+    "experts": f"{_ALL_SMALL} {_SMALL_EXPERTS} {_GROUPED_HEADS} --add-qkv-bias --rotary-percent 0.5 "
     "--moe-router-topk-scaling-factor 1.5",
     "latent attention": f"{_ALL_SMALL} {_SMALL_EXPERTS} --multi-latent-attention --qk-layernorm --q-lora-rank 24 "
     "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --kv-channels 128 "
@@ -56,7 +56,7 @@ IN_MINDSPEED_LLM = {
     "--rope-scaling-original-max-position-embeddings 4096",
 }
 # Flags of the launch script's model, which the other models do not have.
-_OF_MODEL = """
+_FLAGS_OF_MODEL = """
     --add-qkv-bias --group-query-attention --num-query-groups --kv-channels --qk-* --v-head-dim --*-lora-rank --mla-*
     --multi-latent-attention --*-rope-head-dim --rope-* --rotary-* --use-rope-scaling --partial-rotary-factor --mscale*
     --beta-* --*-freq-factor --original-max-position-embeddings --untie-embeddings-and-output-weights --num-experts
@@ -80,7 +80,7 @@ def small_flags(given: Flags, model: str, axis: str, ranks: int) -> Flags:
         if model != YOURS or name.strip() != axis:
             flags.apply("", f"--{size}-parallel-size")
     if model != YOURS:
-        flags.apply("", f"{_OF_MODEL} --rl-generate-*")
+        flags.apply("", f"{_FLAGS_OF_MODEL} --rl-generate-*")
         divided = f" --{SIZES_OF[axis]}-parallel-size {ranks}" if axis in SIZES_OF else ""
         engines = f" --rl-generate-tp {ranks} --rl-generate-ep {ranks}" if axis == "ep" else ""
         flags = Flags(flags.values | Flags.parse((SMALL_MODELS[model] + divided + engines).split()).values)
