@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from jobs import PP2
 from test_async_ends import FAILING, FAILURES
+from test_doctor_faults import TRAINER
+from test_doctor_machines import at_fault, results_of, start_doctor
 from two_machines import start, two_machines, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
@@ -268,3 +271,15 @@ def test_who_joined_ends_with_a_start_and_comes_again_to_the_next(job, machines,
         pq.read_table(f, columns=["prompt"])["prompt"].to_pylist() for f in (both.save / "dump").glob("*.parquet")
     ]
     assert all(sum(tables, []).count(f"{n}*2=") == 4 for n in range(6)), "each once, in four samples"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("fault", ["healthy", "rope base in the engine's config"])
+def test_doctor_compares_trainer_and_engine_over_both_machines(job, machines, tmp_path, fault):
+    """The fault is that of the second engine; the layers of the first machine agree."""
+    (script := tmp_path / "launch.sh").write_text(shlex.join(job(*LAYOUT, ranks=1, agents=2).command(0, 29400)))
+    agents = start_doctor(machines, tmp_path, "--compare", str(script), code=TRAINER[fault][1])
+    codes, named = [agent.wait(400) for agent in agents], at_fault(results_of(tmp_path / "doctor.html"))
+    assert (codes, [one[0] for one in named]) == (([0, 0], []) if fault == "healthy" else ([1, 0], ["where they part"]))
+    assert all("attention of layer 1: " in figure and " on rank 1, " in figure for *_, figure in named), named

@@ -1,4 +1,4 @@
-"""The ranks of `doctor` on gloo: a healthy machine, and faults that a sitecustomize.py puts into them."""
+"""The ranks of `doctor` on gloo: faults that a sitecustomize.py puts into them."""
 
 import os
 from pathlib import Path
@@ -13,12 +13,12 @@ from mindspeed_rl_plugin.tools.doctor.machine import DEVICE_CHECKS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.program import run_checks
 from mindspeed_rl_plugin.tools.doctor.rank_checks import RANK_CHECKS, RANKS_START
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, explained, guilty
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, Result, explained, guilty
 
 pytestmark = pytest.mark.slow
 
 FAULT = """
-import os, signal, time
+import os, time
 if "RANK" in os.environ:
     import dataclasses
     import torch
@@ -55,7 +55,6 @@ if "RANK" in os.environ:
 
     multiply, start = torch.mm, devices.ThreadCopier.start
 """
-HEALTHY = ""
 NOT_AWAITED = """
     def start_only(self, copies):
         return dataclasses.replace(start(self, copies), wait=lambda: None)
@@ -67,12 +66,9 @@ SLOW_RANK = OF_RANK_1 + "torch.mm = slowly\n" + "".join(f"        replace('{n}',
 SLOW_MESSAGES = OF_RANK_1 + "[replace(name, late) for name in ('isend', 'irecv')]\n"
 SLOW_LINK = OF_RANK_1 + "replace('isend', send_slowly)\n"
 HANGS = OF_RANK_1 + "replace('all_reduce', lambda *a, **k: time.sleep(1000))\n"
-STOPPED = OF_RANK_1 + "replace('broadcast', lambda *a, **k: os.kill(os.getpid(), signal.SIGSTOP))\n"
-DIES = OF_RANK_1 + "replace('all_gather_into_tensor', lambda *a, **k: os._exit(7))\n"
 RAISES = OF_RANK_1 + "replace('all_to_all_single', lambda *a, **k: torch.zeros(2) @ torch.zeros(3))\n"
 WRONG = OF_RANK_1 + "replace('broadcast', wrong)\n"
 EXPECTED = {  # fault: ranks, the only check that fails, where, words of its figure
-    "healthy": (HEALTHY, 4, None, "", ""),
     "a wait that returns at once": (NOT_AWAITED, 2, "copies, a stream waits", "", "ranks 0, 1: 16 of 16 wrong"),
     "a synchronize that returns at once": (NOT_SYNCHRONIZED, 2, "copies, the host waits", "", " of 16 wrong"),
     "a slow rank": (SLOW_RANK, 4, "compute speed", "", "rank 1: "),
@@ -80,8 +76,6 @@ EXPECTED = {  # fault: ranks, the only check that fails, where, words of its fig
     "a rank with slow messages": (SLOW_MESSAGES, 4, "point to point", "rank 1", "all its links are slow"),
     "a slow link": (SLOW_LINK, 4, "point to point", "1->2", " ms"),
     "a rank hangs": (HANGS, 4, "all_reduce", "", "rank 1: hung for "),
-    "a rank is stopped": (STOPPED, 2, "broadcast", "", "rank 1: hung for "),
-    "a rank dies": (DIES, 4, "all_gather", "", "rank 1: died after "),
     "a rank raises an error": (RAISES, 2, "all_to_all", "", "rank 1 lost one of ranks [0]"),
     "a wrong value": (WRONG, 2, "broadcast", "", "rank 1: "),
 }
@@ -100,14 +94,12 @@ def test_a_fault_is_named_by_its_check_alone(fault: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(mindspeed_rl_plugin.__file__).parents[1]}")
     found = run(ranks, folder, 50.0)
     output = (folder / "log").read_text()
-    assert [(r.check, r.where) for r in guilty(found)] == ([(check, where)] if check else []), output
+    assert [(r.check, r.where) for r in guilty(found)] == [(check, where)], output
     assert all(words in r.told for r in guilty(found)), [r.told for r in guilty(found)]
     assert len([*folder.glob("rank-*.jsonl")]) == ranks
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or ())]
     assert {r.check for r in found} == {check.name for check in RANK_CHECKS}
-    if not check:
-        assert {r.check for r in found if r.verdict != PASS} == {c.name for c in DEVICE_CHECKS}  # no accelerator
-    elif code != SLOW_RANK:
+    if code != SLOW_RANK:
         assert [r.check for r in found if r.verdict == FAIL] == [check]
 
 

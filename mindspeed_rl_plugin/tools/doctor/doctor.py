@@ -243,9 +243,9 @@ def page(results: Sequence[Result]) -> str:
     names = {socket.gethostname(), os.environ.get("USER", ""), Path.home().name} - {"", "root"}
     clean = []
     for r in results:
-        figure, where = without_private(r.figure, names), without_private(r.where, names)
+        figure, where = without_private(r.told, names), without_private(r.where, names)
         fix = r.fix if r.verdict == FAIL else ""
-        clean.append(dataclasses.replace(r, figure=figure, where=where, fix=fix))
+        clean.append(dataclasses.replace(r, figure=figure, where=where, ranks=(), fix=fix))
     data = {"versions": versions(), "device": get_device().kind, "time": int(time.time())}
     data["results"] = [dataclasses.asdict(r) for r in clean]
     text = "\n".join([", ".join(f"{k} {v}" for k, v in data["versions"].items()), "", table(clean)])

@@ -69,7 +69,7 @@ class Nodes:
 
     def gather(self, mine: Sequence[Result]) -> list[Result]:
         """The results of all machines, on the first one; on others their own. A failure that names no rank names its
-        machine, if it is not one of all machines."""
+        machine, if it is not equal on all machines."""
         if self.count == 1:
             return list(mine)
         self.store.set(f"doctor/{self.index}", json.dumps([asdict(r) for r in mine]))
@@ -82,10 +82,12 @@ class Nodes:
         lost = sorted({*range(self.count)} - {*came})
         rows.append((0, ANSWERS.result(not lost, f"machines without results: {lost or 'none'}")))
         self.store.set("doctor/done", "")
-        apart = Counter((r.part, r.check, r.where) for _, r in rows if r.verdict == FAIL and not r.ranks)
+        equal = Counter((r.part, r.check, r.where, r.figure) for _, r in rows if r.verdict == FAIL and not r.ranks)
         return merge(
             replace(r, where=f"{r.where}, machine {i}".removeprefix(", "))
-            if r.verdict == FAIL and r.check != ANSWERS.name and 0 < apart[r.part, r.check, r.where] < self.count
+            if r.verdict == FAIL
+            and r.check != ANSWERS.name
+            and 0 < equal[r.part, r.check, r.where, r.figure] < self.count
             else r
             for i, r in rows
         )
