@@ -54,7 +54,7 @@ def doing(what: str, whom: str = "") -> Iterator[None]:
 
 def also(name: str, facts: Callable[[], Iterable[Fact]] | None) -> None:
     """Write further facts with each status. The first word of `name` is their kind: "at", what this process works on;
-    "links", ranks without a sign of life; for the others see `story.TOLD_FACTS`.
+    "links", ranks without a sign of life; for the others see `story.LATE_AFTER`.
 
     facts: called in another thread; None: they are not written any more."""
     if facts is None:

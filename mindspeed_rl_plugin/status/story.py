@@ -28,7 +28,7 @@ STACKS_SECONDS = 3.0  # for a process to write its stacks
 STORY_SECONDS = 5.0  # limit for the story in a message: a file system that hangs must not delay the message
 READ_ATTEMPTS = 5  # attempts to read a file that is being written
 # Kinds of facts that the story tells, and after how many seconds the process of such a fact counts as late
-TOLD_FACTS = {"groups": inf, "engines": 20.0, "calls": LATE_SECONDS}
+LATE_AFTER = {"groups": inf, "engines": 20.0, "calls": LATE_SECONDS}
 
 
 class Seen(SimpleNamespace):
@@ -120,7 +120,7 @@ def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
         for other, seconds in s.facts.get("links", ()):
             if other in there:
                 yield 1, f"the network between {s.name} on {s.host} and {other} on {there[other].host}", seconds
-        for kind, limit in TOLD_FACTS.items():
+        for kind, limit in LATE_AFTER.items():
             late = (fact for fact in s.facts.get(kind, ()) if fact[1] > limit)
             yield from ((2, f"{text} for {seconds:.0f} s, for which {s.name} waits", seconds) for text, seconds in late)
         for what, whom, seconds in s.inner:
@@ -186,8 +186,8 @@ def _lines(seen: Sequence[Seen]) -> Iterator[str]:
 
 
 def _facts(seen: Sequence[Seen]) -> Iterator[str]:
-    """A line for each kind in TOLD_FACTS, with the facts that last longest."""
-    for kind in TOLD_FACTS:
+    """A line for each kind in LATE_AFTER, with the facts that last longest."""
+    for kind in LATE_AFTER:
         facts = sorted((fact for s in seen for fact in s.facts.get(kind, ())), key=lambda fact: -fact[1])
         texts = [f"{text} for {seconds:.0f} s" for text, seconds in facts[:FACTS_OF_KIND]]
         more = [f"and {len(facts) - FACTS_OF_KIND} more"] * (len(facts) > FACTS_OF_KIND)

@@ -34,7 +34,21 @@ def stopping(clock, name):
 StageClock.stage = stopping
 runpy.run_path({script!r}, run_name="__main__")
 """
-SLOW = "import time\n\ndef grade(response):\n    time.sleep({seconds})\n    return len(response) % 2\n"
+SLOW = """
+import time
+
+def grade(response):
+    time.sleep(0.05)
+    return len(response) % 2
+
+class Slow:
+    def reset(self, prompt, seed):
+        pass
+
+    def step(self, text):
+        time.sleep(0.05)
+        return "go on", len(text) % 2, False
+"""
 ASYNC = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-correction", "truncate")
 
 
@@ -80,20 +94,31 @@ def test_the_message_at_the_deadline_tells_it(job, tmp_path, nothing_left):
     assert re.search(r"^\[rl\] late first: rank 1 on \S+: stopped by a signal for \d+ s", result.log, re.M)
 
 
-def test_a_grader_that_stands_still(job, tmp_path):
-    grader = tmp_path / "slow.py"
-    grader.write_text(SLOW.format(seconds=0.05))
-    flags = ("--train-iters", "200", "--rl-reward", f"{grader}:grade", "--rl-reward-timeout", "90")
-    running = job(*flags, cold=True).dumping().start()
+EPISODES = (
+    "--rl-environment {file}:Slow --rl-reward environment --rl-environment-workers 1 --rl-environment-timeout 90 "
+    "--rl-max-response-length 16 --rl-max-turn-length 4 --rl-max-turns 3"
+)
+GRADES = "--rl-reward {file}:grade --rl-reward-timeout 90"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "who"),
+    [
+        ("grader", GRADES, "a reward worker of grade"),
+        ("environment", EPISODES, "an environment worker of .*:Slow"),
+    ],
+    ids=["grader", "environment"],
+)
+def test_a_users_code_that_stands_still(job, tmp_path, kind, flags, who):
+    code = tmp_path / "slow.py"
+    code.write_text(SLOW)
+    running = job("--train-iters", "200", *flags.format(file=code).split(), cold=True).dumping().start()
     running.until(running.rollouts)
-    children = psutil.Process(running.rank_pid(1)).children()
-    (worker,) = (p for p in children if "grader_process:main" in " ".join(p.cmdline()))
-    worker.suspend()
-    told(
-        running,
-        rf"late first: a reward worker of grade \(process {worker.pid}\), which a signal has stopped, .* rank 1",
-    )
-    worker.resume()
+    children = psutil.Process(running.rank_pid(1)).children(recursive=True)
+    processes = [p for p in children if f"{kind}_process:main" in " ".join(p.cmdline())]  # the last is a worker
+    processes[-1].suspend()
+    told(running, rf"late first: {who} \(process {processes[0].pid}\).*, 1 call for \d+ s, for which rank 1 waits")
+    processes[-1].resume()
     running.end(1)
 
 
