@@ -1,5 +1,6 @@
 """The checks' functions and the command `doctor`, without engines and jobs; faults are in test_doctor_faults.py."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.rows import Completion, SampleId
 from mindspeed_rl_plugin.tools.doctor import compare, doctor, engine_checks, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.machine import FILES, PORTS
+from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, explained, guilty, table, without_private
 from mindspeed_rl_plugin.tools.rehearse.capture import Done
 
@@ -158,6 +160,17 @@ def test_what_a_job_says_at_its_end_is_told_apart():
     other = verdicts(ended("[rank1]: ImportError: libhccl.so", "nanobind: leaked 64 types!"))
     assert other[train_checks.RUNS.name] == (FAIL, "ImportError: libhccl.so")
     assert [verdict for verdict, _ in other.values()].count(FAIL) == 1
+
+
+def test_a_message_of_the_users_own_launch_is_printed_and_is_in_no_result(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_checks.TrainBench, "job", lambda *a, **k: ended("[rank0]: ValueError: prompt of mine"))
+    bench = train_checks.TrainBench(Nodes(2), tmp_path, None, {}, "float32", ("--rl-algorithm", "grpo"))
+    (found,) = train_checks.compare_launch(bench)
+    assert (found.verdict, found.figure) == (FAIL, "ValueError: its message is printed above")
+    assert "prompt of mine" in capsys.readouterr().err
+    split = dataclasses.replace(bench, arguments=("--context-parallel-size", "2"))
+    with pytest.raises(ValueError, match="its ranks have parts of a sequence"):
+        list(train_checks.compare_launch(split))
 
 
 def test_the_first_version_that_parts_is_told(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ _ALL_SMALL = """
     --ffn-hidden-size 256 --normalization RMSNorm --norm-epsilon 1e-6 --swiglu --disable-bias-linear
     --position-embedding-type rope --make-vocab-size-divisible-by 1
 """
-_GROUPED_HEADS = "--group-query-attention --num-query-groups 2 --kv-channels 32"
+_FEWER_KEYS = "--group-query-attention --num-query-groups 2 --kv-channels 32"
 _SMALL_EXPERTS = """
     --untie-embeddings-and-output-weights --num-experts 4 --moe-layer-freq [0]+[1] --moe-ffn-hidden-size 64
     --moe-shared-expert-intermediate-size 64 --moe-router-topk 2 --moe-router-load-balancing-type none
@@ -38,50 +39,50 @@ _SMALL_EXPERTS = """
 # name -> flags: a tied head and norms of queries and keys (Qwen3); experts with a router bias, partly rotated heads
 # (GLM-4.5 Air); latent attention with YaRN (DeepSeek-V3). `shrink` adds the other sizes.
 SMALL_MODELS = {
-    "dense": f"{_ALL_SMALL} {_GROUPED_HEADS} --qk-layernorm",
-    "experts": f"{_ALL_SMALL} {_SMALL_EXPERTS} {_GROUPED_HEADS} --add-qkv-bias --rotary-percent 0.5 "
+    "dense": f"{_ALL_SMALL} {_FEWER_KEYS} --qk-layernorm",
+    "experts": f"{_ALL_SMALL} {_SMALL_EXPERTS} {_FEWER_KEYS} --add-qkv-bias --rotary-percent 0.5 "
     "--moe-router-topk-scaling-factor 1.5",
     "latent attention": f"{_ALL_SMALL} {_SMALL_EXPERTS} --multi-latent-attention --qk-layernorm --q-lora-rank 24 "
     "--kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --kv-channels 128 "
     "--rotary-scaling-factor 4 --mscale 1 --mscale-all-dim 1 --moe-router-topk-scaling-factor 2.5",
 }
 # The same models in MindSpeed-LLM, which has layers and flags of its own.
-_SPEC = "--spec mindspeed_llm.tasks.models.spec.{}_spec layer_spec"
+_THEIR_SPEC = "--spec mindspeed_llm.tasks.models.spec.{}_spec layer_spec"
 _FIRST_IS_DENSE = "--first-k-dense-replace 1 --moe-layer-freq 1 --n-shared-experts 1 --norm-topk-prob"
 IN_MINDSPEED_LLM = {
-    "dense": _SPEC.format("qwen3"),
+    "dense": _THEIR_SPEC.format("qwen3"),
     "experts": _FIRST_IS_DENSE,
-    "latent attention": f"{_SPEC.format('deepseek')} {_FIRST_IS_DENSE} --beta-fast 32 --beta-slow 1 "
+    "latent attention": f"{_THEIR_SPEC.format('deepseek')} {_FIRST_IS_DENSE} --beta-fast 32 --beta-slow 1 "
     "--rope-scaling-type yarn --rope-scaling-factor 4 --rope-scaling-mscale 1 --rope-scaling-mscale-all-dim 1 "
     "--rope-scaling-original-max-position-embeddings 4096",
 }
 # Flags of the launch script's model, which the other models do not have.
-_FLAGS_OF_MODEL = """
+_MODEL_FLAGS_GIVEN = """
     --add-qkv-bias --group-query-attention --num-query-groups --kv-channels --qk-* --v-head-dim --*-lora-rank --mla-*
     --multi-latent-attention --*-rope-head-dim --rope-* --rotary-* --use-rope-scaling --partial-rotary-factor --mscale*
     --beta-* --*-freq-factor --original-max-position-embeddings --untie-embeddings-and-output-weights --num-experts
     --moe-* --first-k-dense-replace --n-shared-experts --shared-expert-gate* --norm-topk-prob --mtp-* --spec
     --noop-layers --padded-vocab-size --vocab-size --gemm-gradient-accumulation-fusion
 """
-SIZES_OF = {"tp": "tensor-model", "pp": "pipeline-model", "ep": "expert-model"}  # axis -> words of its flag
+# Axis -> its parallel sizes. Megatron's replicas of experts only stay equal if the first one is above 1.
+_SIZES_OF = {"tp": ("tensor-model",), "pp": ("pipeline-model",), "ep": ("expert-model", "expert-tensor")}
 
 
 def axes_of(given: Flags) -> tuple[str, ...]:
     """The axes by which a launch divides its model, ("dp",) if there is none."""
-    return tuple(a for a, size in SIZES_OF.items() if given.number(f"--{size}-parallel-size", 1) > 1) or ("dp",)
+    return tuple(a for a, (size, *_) in _SIZES_OF.items() if given.number(f"--{size}-parallel-size", 1) > 1) or ("dp",)
 
 
 def small_flags(given: Flags, model: str, axis: str, ranks: int) -> Flags:
     """The flags of a launch with a small model, divided over `ranks` ranks by one axis, "dp" for none. On a host your
     model has the sizes of a rehearsal, on an accelerator all sizes of one layer but the number of experts."""
-    flags = Flags(dict(given.values))
-    # Megatron's replicas of experts need an --expert-model-parallel-size above 1 to stay equal.
-    for name, size in (SIZES_OF | {"cp": "context", "ep ": "expert-tensor"}).items():
-        if model != YOURS or name.strip() != axis:
+    flags, sizes = Flags(dict(given.values)), _SIZES_OF.get(axis, ())
+    for size in ("context", *chain(*_SIZES_OF.values())):
+        if model != YOURS or size not in sizes:
             flags.apply("", f"--{size}-parallel-size")
     if model != YOURS:
-        flags.apply("", f"{_FLAGS_OF_MODEL} --rl-generate-*")
-        divided = f" --{SIZES_OF[axis]}-parallel-size {ranks}" if axis in SIZES_OF else ""
+        flags.apply("", f"{_MODEL_FLAGS_GIVEN} --rl-generate-*")
+        divided = f" --{sizes[0]}-parallel-size {ranks}" if sizes else ""
         engines = f" --rl-generate-tp {ranks} --rl-generate-ep {ranks}" if axis == "ep" else ""
         flags = Flags(flags.values | Flags.parse((SMALL_MODELS[model] + divided + engines).split()).values)
     shrink(flags, ranks, widths=model != YOURS or get_device().is_cpu)
