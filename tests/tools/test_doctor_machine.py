@@ -245,6 +245,7 @@ def test_results_of_ranks_and_machines_become_one_line() -> None:
     hung = of(reduce.ended(2, "hung for 9 s"), 1)
     assert told(*waited, hung) == [(FAIL, "rank 1: hung for 9 s")]
     assert told(hung, *waited, of(reduce.ended(3, "died"), 7)) == [(FAIL, "rank 7: died")], "on another machine"
+    assert len(merge([reduce.ended(3, "died", "dense"), reduce.ended(2, "hung", "experts")])) == 2
     wrong = of(reduce.result(False, "3 ms", "x"), 4)
     assert told(wrong, hung) == [(FAIL, "rank 4: 3 ms"), (FAIL, "rank 1: hung for 9 s")]
 

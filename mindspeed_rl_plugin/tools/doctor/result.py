@@ -84,10 +84,11 @@ class Check:
 
 def merge(results: Iterable[Result]) -> list[Result]:
     """One result for each check and place, of several ranks or machines: the worst failure, with all ranks that failed;
-    else the worst result. What only waited is left out if another rank hung, and both if another one died."""
+    else the worst result. In each part and place, what only waited is left out if another rank hung, and both if
+    another one died."""
     groups, results = dict[tuple[str, str, str], list[Result]](), list(results)
     for r in results:
-        if not 0 < r.ended < max(other.ended for other in results if other.part == r.part):
+        if not 0 < r.ended < max(one.ended for one in results if (one.part, one.where) == (r.part, r.where)):
             groups.setdefault((r.part, r.check, r.where), []).append(r)
     merged = []
     for group in groups.values():
