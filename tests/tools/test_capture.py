@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.rehearse import confine
-from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture, run
 from mindspeed_rl_plugin.tools.rehearse.entry_script import find_entry
 
 
@@ -187,3 +188,10 @@ def test_what_happened_is_named(text, message, tmp_path, capsys):
     assert plan.main([str(tmp_path / "train.sh")]) == 1
     err = capsys.readouterr().err
     assert message in err and len(err.splitlines()) == 1
+
+
+def test_shared_memory_of_a_killed_process_is_removed(tmp_path):
+    make = "import sys, time; from multiprocessing.shared_memory import SharedMemory; made = SharedMemory(create=True, "
+    make += "size=9); print(made.name, flush=True); time.sleep(60)"
+    name, *_ = run([sys.executable, "-c", make], tmp_path / "log", 2.0, env=os.environ).lines
+    assert not Path("/dev/shm", name).exists()

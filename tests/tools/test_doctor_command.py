@@ -2,10 +2,12 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,7 +16,11 @@ import pytest
 from test_doctor_faults import ROOT, environment
 from test_doctor_machines import at_fault, results_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare (util-linux)"),
+]
 PRIVATE = {"USER": "jane-roe", "API_TOKEN": "tk-8f21c0", "CLUSTER_NAME": "blue-whale"}
 NOT_ON_A_CPU = {"--save", "ports", "clock", "one rank a device", "memory of other processes", "captured graphs"}
 # Each larger copy loses its last element, in the ranks of doctor, in engines and in trainers.
@@ -31,17 +37,19 @@ LOSES = """
 
 
 class Call:
-    """A call of `doctor`, with the results in `out`, whose processes and files are known."""
+    """A call of `doctor` with results in `out`, whose temporary folder and /dev/shm are its own."""
 
     def __init__(self, tmp_path: Path, *words: str, code: str = "") -> None:
-        (temporary := tmp_path / "temporary").mkdir()
-        self.out, self.log, self.temporary = tmp_path / "doctor.html", tmp_path / "log", temporary
-        self.private, self.shared = PRIVATE | {"RUN_MARK": tmp_path.name}, set(os.listdir("/dev/shm"))
-        env = environment(tmp_path, code) | self.private | {"TMPDIR": str(temporary)}
-        command = [sys.executable, "-m", "mindspeed_rl_plugin", "doctor", "--out", str(self.out), *words]
+        self.out, self.log, shared = tmp_path / "doctor.html", tmp_path / "log", tmp_path / "shm"
+        shared.mkdir()
+        self.private, temporary = PRIVATE | {"RUN_MARK": tmp_path.name}, tempfile.mkdtemp()  # vLLM needs a short one
+        self.folders = (temporary, shared)
+        env = environment(tmp_path, code) | self.private | {"TMPDIR": temporary}
+        own = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(shared)]
+        doctor = [sys.executable, "-m", "mindspeed_rl_plugin", "doctor", "--out", str(self.out), *words]
         self.began = time.monotonic()
         with open(self.log, "w") as log:
-            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+            self.process = subprocess.Popen([*own, *doctor], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
 
     def until(self, line: str) -> None:
         while line not in self.log.read_text():
@@ -55,10 +63,10 @@ class Call:
         left = [
             p for p in psutil.process_iter(["environ"]) if self.private.items() <= (p.info["environ"] or {}).items()
         ]
-        assert left == os.listdir(self.temporary) == [] and set(os.listdir("/dev/shm")) == self.shared
+        assert left == sum(map(os.listdir, self.folders), []) == []
         text = self.out.read_text()
         assert not re.search(r"\b(src|href|https?:)", text), "it opens without a network"
-        for word in (*self.private.values(), str(ROOT), str(Path.home()), str(self.temporary), socket.gethostname()):
+        for word in (*self.private.values(), str(ROOT), str(Path.home()), self.folders[0], socket.gethostname()):
             assert not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text), word
         return code, results_of(self.out)
 

@@ -221,7 +221,7 @@ def _folder(options: argparse.Namespace) -> contextlib.AbstractContextManager[st
     """The folder for generated files, removed at the end, also after Ctrl-C and SIGTERM, unless --keep names it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if not options.keep:
-        return tempfile.TemporaryDirectory(prefix="mindspeed-rl-doctor-", ignore_cleanup_errors=True)
+        return tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True)
     Path(options.keep).mkdir(parents=True)
     return contextlib.nullcontext(str(Path(options.keep).resolve()))
 

@@ -182,10 +182,10 @@ def compare_launch(bench: TrainBench) -> Iterator[Result]:
             f"--compare with --context-parallel-size {given.get('--context-parallel-size')}: its ranks have parts of a "
             "sequence, which are not compared; leave it out"
         )
-    given.apply("", _NOT_COMPARED)
     folder = bench.scratch / "launch"
-    words = [*given.argv(), "--save", str(folder / "save"), "--rl-schedule", "sync", "--exit-interval", "1"]
-    done = bench.job(folder / "job", words, **{compare.OWN_LAUNCH: "1"})
+    given.apply("", _NOT_COMPARED)
+    given.apply("", "--save={0} --save-interval=1 --rl-schedule=sync --exit-interval=1", folder / "save")
+    done = bench.job(folder / "job", given.argv(), **{compare.OWN_LAUNCH: "1"})
     if not done.ok:  # a message of the user's own job may have texts of the user, so no result holds it
         print(tail(done), file=sys.stderr)
     kind = re.match(r"[\w.]*(Error|Exception)\b", reason(done))

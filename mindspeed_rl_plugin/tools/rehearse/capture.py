@@ -139,24 +139,26 @@ def run(
         except subprocess.TimeoutExpired:
             code = None
         finally:
+            _kill_marked(mark.encode())
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            _kill_marked(mark.encode())
     return Done(log.stem, code, time.monotonic() - began, log.read_text(errors="replace").splitlines())
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kill the processes that have a variable in their environment. Waits at most five seconds for their ends."""
+    """Kill the processes that have a variable in their environment. Waits at most five seconds for their ends. Python's
+    resource trackers end by themselves, when they have removed the shared memory of the others."""
     end = time.monotonic() + 5
     while time.monotonic() < end:
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                found += [int(path.parent.name)] if mark in path.read_bytes().split(b"\0") else []
+                found += [path.parent] if mark in path.read_bytes().split(b"\0") else []
         for process in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                if b"resource_tracker" not in (process / "cmdline").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
         if not found:
             return
         time.sleep(0.05)
