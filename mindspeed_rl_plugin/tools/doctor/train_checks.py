@@ -115,7 +115,7 @@ class TrainBench:
     env: Mapping[str, str]  # of the ranks, with the PYTHONPATH of Megatron
     dtype: str
     arguments: Sequence[str] = ()  # of the launch; (): there is none
-    seconds: float = 300.0  # limit of a job
+    seconds: float = 600.0  # limit of a job
     cwd: Path | None = None  # None: a folder of the job
 
     def prepare(self) -> Flags:
