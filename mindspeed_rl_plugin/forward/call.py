@@ -1,20 +1,25 @@
 """Calls the model's own forward on a micro-batch, with a mask, with none, or with the boundaries of packed rows.
 
+Megatron's own attention takes no boundaries, and a mask that separates the rows would cost as much as one row of all
+tokens. So the boundaries go through the layers in place of the mask, also to layers that are recomputed in the backward
+pass, and the attention then runs on each row alone.
+
 MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since in
 attention its ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by the boundaries,
-as for a ring, and drop the batch dimension, so that ulysses would not find the heads. So the boundaries go through the
-layers in place of the mask, also to layers that are recomputed in the backward pass, and a hook gives them to the
-attention.
+as for a ring, and drop the batch dimension, so that ulysses would not find the heads. So here, too, they are the mask,
+and a hook gives them to the attention.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -24,15 +29,45 @@ from mindspeed_rl_plugin.weights.storages import unwrap
 
 def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
-    mask = batch.attention_mask
     if batch.bounded and batch.ranks == 1:
         boundaries = packed_seq_params(batch.boundaries, batch.tokens.device)
         return model(batch.tokens, batch.position_ids, None, packed_seq_params=boundaries)
-    if batch.bounded:
-        _take_boundaries(model)
+    mask = batch.attention_mask
+    if batch.segments is not None:
+        (_take_boundaries if batch.bounded else _divide_attention)(model)
         mask = torch.tensor(batch.boundaries)
     with own_positions(model, batch):
         return model(batch.tokens, batch.position_ids, mask)
+
+
+def _divide_attention(model: torch.nn.Module) -> None:
+    """Make Megatron's own attention read a mask of one dimension as boundaries of packed rows."""
+    for module in model.modules():
+        attention = getattr(module, "core_attention", None)
+        if attention is not None and "forward" not in vars(attention):
+            attention.forward = functools.partial(_by_rows, attention, attention.forward)
+
+
+def _by_rows(
+    attention: torch.nn.Module,
+    forward: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *more: Any,
+    **named: Any,
+) -> Tensor:
+    """Attention within each packed row, `[S, 1, heads x value_dim]`. query: `[S, 1, heads, head_dim]`; key, value: the
+    same with as many heads, or fewer; mask: boundaries, or a mask for `forward`, the attention's own."""
+    if mask is None or mask.dim() != 1:
+        return forward(query, key, value, mask, *more, **named)
+    # Under --apply-query-key-layer-scaling the softmax multiplies by the number by which the scale is divided.
+    scale = attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0)
+    rows = zip(*(t.permute(1, 2, 0, 3).split(mask.diff().tolist(), 2) for t in (query, key, value)), strict=True)
+    grouped = {"is_causal": True, "scale": scale, "enable_gqa": query.shape[2] != key.shape[2]}
+    outputs = [F.scaled_dot_product_attention(*row, **grouped) for row in rows]
+    return torch.cat(outputs, 2).permute(2, 0, 1, 3).flatten(2)
 
 
 def _take_boundaries(model: torch.nn.Module) -> None:

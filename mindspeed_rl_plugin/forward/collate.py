@@ -34,7 +34,7 @@ class MicroBatch:
     lengths: Tensor  # `[mb]` int64 on the host, tokens of each row
     columns: Mapping[str, Tensor]  # further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding
     segments: Tensor | None = None  # packed: `[1, S]` int64, row of each position, `len(lengths)` on padding
-    bounded: bool = False  # packed: the model gets row boundaries instead of a mask
+    bounded: bool = False  # packed: the attention itself takes row boundaries
     ranks: int = 1  # number of context parallel ranks over which the rows are split; S counts this rank's tokens
 
     @property
@@ -45,11 +45,6 @@ class MicroBatch:
     @property
     def attention_mask(self) -> Tensor | None:
         """`[1, 1, S, S]` bool, True: no attention; or None. Each call makes it, since it is too large to keep."""
-        if self.bounded:
-            return None
-        if self.segments is not None:
-            other_row = self.segments[0][:, None] != self.segments[0][None]
-            return causal_mask(self.tokens.shape[1], self.tokens.device) | other_row
         return causal_mask(self.tokens.shape[1], self.tokens.device) if self.explicit_mask else None
 
     @property
@@ -99,7 +94,7 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
         tokens=laid_out(tokens).long(),
         labels=laid_out(_shifted(tokens, tokens, "tokens")).long(),
         position_ids=positions,
-        explicit_mask=not settings.bounded if packed else settings.causal_mask,
+        explicit_mask=settings.causal_mask and not packed,
         mask=laid_out(_shifted(mask, tokens, "loss_mask")).bool(),
         lengths=lengths,
         columns={name: laid_out(_shifted(rows[name], tokens, name)) for name in columns},

@@ -31,8 +31,8 @@ class ForwardSettings:
     # log-probs are computed in slices of the vocabulary, as large as the logits of this many tokens; 0: from all logits
     chunk_tokens: int = 0
     max_tokens: int | None = None  # limit of a micro-batch of any number of rows; None: `micro_batch_size` rows
-    packed: bool = False  # rows are concatenated without padding, under a block-diagonal mask
-    bounded: bool = False  # packed rows are separated by their boundaries instead of a mask
+    packed: bool = False  # rows are concatenated without padding
+    bounded: bool = False  # the attention itself takes the boundaries of packed rows; else it is called for each row
     rounds_of: int = 1  # with `max_tokens` the number of micro-batches is a multiple of this number
 
     def __post_init__(self) -> None:
@@ -120,11 +120,11 @@ def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
 
 
 def takes_boundaries(args: argparse.Namespace) -> bool:
-    """Whether packed rows are separated by their boundaries, in Megatron's `PackedSeqParams`; else by a mask.
+    """Whether the attention takes boundaries of packed rows, in Megatron's `PackedSeqParams`.
 
-    Boundaries: TransformerEngine's attention, and MindSpeed's flash attention
-    (core/transformer/flash_attention/flash_attention/adaptor, v2.3.0), which passes them to the NPU's kernel. A mask:
-    Megatron's own attention. Raises ValueError, with the fix, for attention that takes neither or was not tested.
+    TransformerEngine's does, and MindSpeed's flash attention (core/transformer/flash_attention/flash_attention/adaptor,
+    v2.3.0), which passes them to the NPU's kernel. Megatron's own attention is called for each row. Raises ValueError,
+    with the fix, for other attention.
     """
     flash, implementation = getattr(args, "use_flash_attn", False), getattr(args, "transformer_impl", "local")
     mindspeed = hasattr(args, "pre_tockens")

@@ -107,17 +107,15 @@ def test_packed_rows_stand_behind_each_other_and_come_back(lengths, multiple):
     assert torch.equal(batch.tokens[0, :total], rows["tokens"].values.long())
     back = to_rows(batch.columns["x"], batch.lengths, packed=True)
     assert torch.equal(back.values, values.values) and torch.equal(back.offsets, values.offsets)
-    # As rows of their own: labels, trained positions, places, and what each may see.
+    # As rows of their own: labels, trained positions, places, boundaries.
     alone = [collate(rows.take([i]), ForwardSettings(1, 12, 99)) for i in range(len(lengths))]
     at = 0
     for i, one in enumerate(alone):
         here = slice(at, at + lengths[i])
         assert torch.equal(batch.labels[0, here], one.labels[0]) and torch.equal(batch.mask[0, here], one.mask[0])
         assert torch.equal(batch.position_ids[0, here], one.position_ids[0])
-        hidden = batch.attention_mask[0, 0, here]
-        assert torch.equal(hidden[:, here], one_mask(lengths[i])) and bool(hidden[:, :at].all())
         at += lengths[i]
-        assert bool(hidden[:, at:].all())
+        assert batch.boundaries[i + 1] == at and batch.attention_mask is None
     assert batch.sequence.tolist() == [i for i, n in enumerate(lengths) for _ in range(n - 1)]
     moved = batch.to("cpu")
     assert torch.equal(moved.segments, batch.segments)

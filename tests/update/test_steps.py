@@ -18,6 +18,7 @@ VPP2 = f"{PP2} --num-layers-per-virtual-pipeline-stage 1"
 CP2 = "--context-parallel-size 2"
 DIST = "--use-distributed-optimizer"
 OVERLAP = f"{DIST} --overlap-grad-reduce --overlap-param-gather"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 PER_TOKEN = "--calculate-per-token-loss"
 
 GRPO = {"algorithm": "grpo", "kl_loss_coef": 0.1, "kl_estimator": "k3-unbiased", "entropy_coef": 0.05}
@@ -75,6 +76,7 @@ ONE_RANK = {
     "tied chunks": case(4, want="tied", tied=True, chunk=7),
     "40 tokens": case(2, variants=FEW, budget=40),
     "40 tokens packed": case(2, variants=FEW, budget=40, packed=True),
+    "40 tokens packed, recompute": case(2, RECOMPUTE, variants=FEW, budget=40, packed=True),
     "packed in one, chunks": case(1, variants=FEW, budget=200, packed=True, chunk=7),
     "40 tokens by boundaries": case(2, variants=FEW, budget=40, packed=True, bounded=True),
     "critic": case(4, variants=CRITIC, want=None, critic=True),
