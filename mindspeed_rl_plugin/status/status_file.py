@@ -107,6 +107,7 @@ class StatusFile:
         data = next((d for d in (json.dumps(s).encode() for s in (full, short)) if len(d) <= FILE_BYTES), b"{}")
         with self._writing, contextlib.suppress(OSError):  # the file system may be unavailable for a while
             os.pwrite(self._file, data.ljust(FILE_BYTES), 0)
+            os.fdatasync(self._file)  # over NFS other machines would see it half a minute later
 
     def _work(self) -> None:
         while not self._over.wait(WRITE_SECONDS):

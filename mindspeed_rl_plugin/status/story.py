@@ -26,6 +26,7 @@ STORY_LINES = 16  # most lines about processes
 FACTS_OF_KIND = 6  # most facts of a kind
 STACKS_SECONDS = 3.0  # for a process to write its stacks
 STORY_SECONDS = 5.0  # limit for the story in a message: a file system that hangs must not delay the message
+OF_RANKS = ("rank", "the other ranks")  # first words of ranks for which others wait
 READ_ATTEMPTS = 5  # attempts to read a file that is being written
 # Kinds of facts that the story tells, and after how many seconds the process of such a fact counts as late
 LATE_AFTER = {"groups": inf, "engines": 20.0, "calls": LATE_SECONDS}
@@ -107,7 +108,7 @@ def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
     have left: Megatron's own collectives say of nobody that they wait for it."""
     there = {s.name: s for s in seen if not s.lost}
     alive = [s for s in there.values() if not s.ended]
-    waited = any(whom.startswith("rank") for s in alive for _, whom, _ in s.inner)
+    waited = any(whom.startswith(OF_RANKS) for s in alive for _, whom, _ in s.inner)
     ranks = [s.inner[0] for s in alive if s.name.startswith("rank ") and s.inner]
     apart = len({what for what, _, _ in ranks}) > 1
     behind = max([LATE_SECONDS, *(seconds - LATE_SECONDS for _, _, seconds in ranks)])  # seconds in a stage
@@ -124,7 +125,7 @@ def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
             late = (fact for fact in s.facts.get(kind, ()) if fact[1] > limit)
             yield from ((2, f"{text} for {seconds:.0f} s, for which {s.name} waits", seconds) for text, seconds in late)
         for what, whom, seconds in s.inner:
-            if whom and not whom.startswith("rank") and seconds > LATE_SECONDS:
+            if whom and not whom.startswith(OF_RANKS) and seconds > LATE_SECONDS:
                 yield 3, f"{whom}, for which {s.name} waits ({what})", seconds
         for _, whom, seconds in s.inner[:1]:
             if waited and not whom and seconds > LATE_SECONDS:
@@ -149,8 +150,12 @@ def at_deadline() -> str:
 
     def told() -> str:
         with open(path, "x", encoding="utf-8") as file:
-            file.write(text := tell(folder))
-            return text
+            try:
+                file.write(text := tell(folder))
+            except ValueError:
+                path.unlink()
+                raise
+        return text
 
     try:
         return in_background("story", told).result(STORY_SECONDS)

@@ -11,7 +11,7 @@ from torch import nn
 
 from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.rows import Completion, SampleId
-from mindspeed_rl_plugin.tools.doctor import compare, doctor, engine_checks, small_models, train_checks
+from mindspeed_rl_plugin.tools.doctor import compare, doctor, engine_checks, program, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.machine import FILES, PORTS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, explained, guilty, table, without_private
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.quick
 
 
 def failed(check, where=""):
-    return check.result(False, "1", where, nats=1, mib=1, noise=1, ratio=1, rank=1, seconds=1)
+    return check.result(False, "1", where, nats=1, mib=1, noise=1, ratio=1, rank=1, seconds=1, thread="")
 
 
 def test_a_failure_follows_only_from_an_earlier_check_of_the_same_model():
@@ -35,9 +35,27 @@ def test_a_failure_follows_only_from_an_earlier_check_of_the_same_model():
     assert [r.check for r in guilty(named)] == [one_device.name, doctor.machine.DISK_CHECK.name], (
         "a disk explains nothing"
     )
+    named = explained([failed(doctor.machine.VARIABLES_CHECK, "X"), failed(arrive, "dense")], doctor.ALL_CHECKS)
+    assert [r.follows for r in named] == ["", ""], "it can explain an engine that does not sleep, no lost weights"
     loaded = engine_checks.LOADED
     named = explained([failed(where, "dense"), failed(loaded, "dense"), failed(loaded, "experts")], doctor.ALL_CHECKS)
     assert [r.follows for r in named] == [f"engine: {loaded.name} (dense)", "", ""]
+
+
+def test_an_end_between_two_checks_is_a_failure(tmp_path, monkeypatch):
+    passed, table = [dataclasses.asdict(engine_checks.BUILD.result(True, "3 s", "dense"))], engine_checks.ENGINE_CHECKS
+
+    def run(command, log, seconds, **_):
+        (tmp_path / "x" / "rank-0.jsonl").write_text(json.dumps({"results": passed}) + "\n")
+        return Done("log", 1, 3.0, ["RuntimeError: at the end"])
+
+    monkeypatch.setattr(program, "run", run)
+    found = program.run_checks("m", table, Nodes(1), tmp_path / "x", 9.0, {}, "float32", "models.json", "dense")
+    (one,) = guilty(explained(found, doctor.ALL_CHECKS))
+    assert (one.check, len(found)) == (
+        engine_checks.GRAPHS.name,
+        len(table),
+    ) and "RuntimeError: at the end" in one.figure
 
 
 def test_each_check_is_in_the_table_once():
@@ -55,15 +73,17 @@ def test_each_check_is_in_the_table_once():
         ("VLLM_ATTENTION_BACKEND=FLASHINFER cannot be used", "VLLM_ATTENTION_BACKEND=... cannot be used"),
         ("fe80::1:29500 refused", "... refused"),
         ("1/2 of input/output, 0.5 nats", "1/2 of input/output, 0.5 nats"),
+        ("no file 'data/secret.jsonl'", "no file '...'"),
+        ("rank 7 on node-b of vllm 0.18.0 at node-b.cluster", "rank 7 on ... of vllm 0.18.0 at ..."),
     ],
 )
 def test_private_texts_are_taken_out(text, cleaned):
-    assert without_private(text) == cleaned
+    assert without_private(text, {"node-b", "node-b.cluster", "vll"}) == cleaned
 
 
 def test_the_page_holds_the_results_and_no_name_of_the_machine():
     host = socket.gethostname()
-    page = doctor.page([PORTS.result(False, f"{host} </script><b> /a/b/c")])
+    page = doctor.page([PORTS.result(False, f"{host} </script><b> /a/b/c")], {host})
     data = json.loads(page.partition('id="doctor">')[2].partition("</script>")[0])
     assert data["results"][0]["figure"] == "... </script><b> ..." and host not in page
     assert data["device"] and "torch" in data["versions"] and "<b>" not in page

@@ -48,7 +48,7 @@ BITES = [  # device, variable, values that bite, values that do not, condition
     ("cpu", "VLLM_ENABLE_V1_MULTIPROCESSING", ["1"], ["0", ""], ""),
     *(("npu", name, ["1", "2"], ["0"], "") for name in engine_env.REQUIRED_NPU),
     ("cuda", "VLLM_ALLREDUCE_USE_SYMM_MEM", ["1"], ["0"], machine.HIDDEN),
-    ("cuda", "CUDA_DEVICE_MAX_CONNECTIONS", ["8", "32"], ["1", ""], machine.TENSOR_PARALLEL),
+    ("cuda", "CUDA_DEVICE_MAX_CONNECTIONS", ["8", "32"], ["1", ""], machine.ONE_CONNECTION),
     ("npu", "HCCL_CONNECT_TIMEOUT", ["5", "60", "119"], ["120", "1800", ""], ""),
     ("npu", "ASCEND_LAUNCH_BLOCKING", ["1"], ["0"], ""),
     ("npu", "TASK_QUEUE_ENABLE", ["0"], ["1", "2"], ""),
@@ -123,7 +123,9 @@ def of_machines(*clocks, seconds: float = 5.0) -> list[list[Result]]:
     stores = [TCPStore("127.0.0.1", first.port, is_master=False) for _ in clocks]
 
     def one(index: int) -> None:
-        found[index] += machine.between(Nodes(1, 3, index, "127.0.0.1", 9, stores[index]), seconds, clocks[index])
+        found[index] += machine.between(
+            Nodes(1, 3, index, store=stores[index], own="127.0.0.1"), seconds, clocks[index]
+        )
 
     threads = [threading.Thread(target=one, args=(index,)) for index in range(len(clocks))]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
@@ -171,7 +173,9 @@ def test_a_slow_link_or_its_slow_rank_is_named() -> None:
     assert named(4, {}) == named(4, {(1, 2): 4.9}) == named(4, {}, "aabb") == []
     assert named(4, {(1, 2): 5.0}) == named(4, {(1, 2): 9.0}, "abba") == named(2 + 1, {(1, 2): 20.0}) == ["1->2"]
     assert named(4, all_of_2) == named(3, all_of_2) == named(8, all_of_2, "aaaabbbb") == ["rank 2"]
-    assert named(4, all_of_2 | {(0, 1): 20.0}) == ["rank 2", "0->1"] and named(2, {(0, 1): 20.0}) == ["0->1"]
+    assert named(8, all_of_2 | {(0, 1): 20.0}) == ["rank 2", "0->1"] and named(2, {(0, 1): 20.0}) == ["0->1"]
+    bridged = {(a, b): 0.1 for a in range(8) for b in (a ^ 1,)}
+    assert named(8, bridged) == [], "pairs with a bridge are fast, the others are not slow"
 
 
 def test_links_at_a_tenth_of_their_speed_fail_on_an_accelerator() -> None:

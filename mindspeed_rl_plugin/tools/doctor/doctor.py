@@ -13,12 +13,10 @@ import dataclasses
 import html
 import json
 import os
-import signal
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from mindspeed_rl_plugin.device import get_device
@@ -38,7 +36,7 @@ from mindspeed_rl_plugin.tools.doctor.result import (
     table,
     without_private,
 )
-from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture, end_by_signals
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, find_entry
 from mindspeed_rl_plugin.tools.report.report import embed
@@ -65,22 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if (nodes := Nodes.of_torchrun()) is None:  # another rank of this machine does the work
             return 0
-        if options.out:
-            write_text(options.out, "")  # a folder that cannot be written is noticed before minutes of checks
+        if options.out and not os.access(Path(options.out).absolute().parent, os.W_OK):
+            raise ValueError(f"--out {options.out}: its folder does not exist, or cannot be written")
         results, whole = list[Result](), False
         with contextlib.suppress(KeyboardInterrupt), _folder(options) as folder:
             for one in _Doctor(options, nodes, Path(folder)).results():
                 results.append(one)
             whole = True
-        results = explained(nodes.gather(results), ALL_CHECKS)
-    except (ValueError, OSError) as error:
+        results, names = nodes.gather(results)
+        results = explained(results, ALL_CHECKS)
+    except (ValueError, OSError, RuntimeError) as error:  # of a script, a file, the store of the machines
         print(f"doctor: {error}", file=sys.stderr)
         return 1
     if nodes.index:
         return 0
     print(table(results))
     if options.out:
-        write_text(options.out, page(results))
+        write_text(options.out, page(results, names))
         print(f"\n{options.out} has these results for a bug report")
     bad = guilty(results)
     ran = sum(r.verdict != NOT_RUN for r in results)
@@ -117,6 +116,8 @@ class _Doctor:
     def results(self) -> Iterator[Result]:
         """All results. A part that raises an error is a failure, and the next part is checked."""
         launch = self._launch()
+        if self.options.script and self.nodes.count == 1:  # it may leave devices to others
+            self.nodes = dataclasses.replace(self.nodes, ranks=min(self.nodes.ranks, launch.nproc))
         os.environ.update(launch.exported)
         flags = Flags.parse(launch.arguments)
         cpu = get_device().is_cpu
@@ -129,7 +130,7 @@ class _Doctor:
             return
         parts = {
             "machine": lambda: self._machine(launch, flags),
-            "memory": lambda: self._ranks(60.0 if cpu else 240.0),
+            "memory": lambda: self._ranks((60.0 if cpu else 240.0) + 5.0 * self.nodes.ranks * self.nodes.count),
             "engine": lambda: self._engine(launch, dtype, cpu),
             "trainer": lambda: self._trainer(launch, dtype),
         }
@@ -145,9 +146,13 @@ class _Doctor:
 
     def _machine(self, launch: CapturedLaunch, flags: Flags) -> Iterator[Result]:
         save = flags.get("--save") or ""
-        split = {machine.TENSOR_PARALLEL} if flags.number("--tensor-model-parallel-size", 1) > 1 else set()
+        split = flags.number("--tensor-model-parallel-size", 1) > 1 and not any("fsdp" in flag for flag in flags.values)
+        if split and get_device().kind == "cuda":  # Blackwell runs kernels in order by itself
+            split = get_device().api.get_device_capability()[0] < 10
         where = str(launch.cwd / save) if save else ""
-        yield from machine.machine_results(self.nodes, get_device().kind, where, split)
+        yield from machine.machine_results(
+            self.nodes, get_device().kind, where, {machine.ONE_CONNECTION} if split else ()
+        )
         yield from machine.between(self.nodes)
 
     def _ranks(self, seconds: float) -> list[Result]:
@@ -218,8 +223,8 @@ def _even(ranks: int) -> int:
 
 
 def _folder(options: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
-    """The folder for generated files, removed at the end, also after Ctrl-C and SIGTERM, unless --keep names it."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """The folder for generated files, removed at the end, also after a signal, unless --keep names it."""
+    end_by_signals()
     if not options.keep:
         return tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True)
     Path(options.keep).mkdir(parents=True)
@@ -230,6 +235,7 @@ def _environment(folder: Path) -> dict[str, str]:
     """Of what doctor starts."""
     fixed = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    fixed |= {"ASCEND_WORK_PATH": str(folder), "ASCEND_PROCESS_LOG_PATH": str(folder)}
     return {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **fixed, "PYTHONPATH": path}
 
 
@@ -237,10 +243,8 @@ def _say(what: str) -> None:
     print(f"doctor: {what}", file=sys.stderr, flush=True)
 
 
-def page(results: Sequence[Result]) -> str:
-    """One HTML page: the table, and the same as JSON; without addresses, folders, and names of this machine and
-    user."""
-    names = {socket.gethostname(), os.environ.get("USER", ""), Path.home().name} - {"", "root"}
+def page(results: Sequence[Result], names: Collection[str]) -> str:
+    """One HTML page: the table, and the same as JSON; without addresses, folders and names (of machines and users)."""
     clean = []
     for r in results:
         figure, where = without_private(r.told, names), without_private(r.where, names)

@@ -32,9 +32,11 @@ from mindspeed_rl_plugin.weights.live import engine_storage
 LOGP_LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
 TELL_US, _INSTALL = "report this with the file of --out", "install versions that README names"
 _check, _nats = partial(Check, "engine"), "transformers', at most {nats:g} nats (median)"
-BUILD = _check("build", "", f"the message says what vLLM lacks; {_INSTALL}", True)
+BUILD = _check("build", "", f"the message says what vLLM lacks; {_INSTALL}", "engine trainer")
 GRAPHS = _check("captured graphs", "at least 1", "look for warnings about graphs in the log that --keep keeps")
-LOADED = _check("answers of loaded weights", _nats, f"vLLM computes another model than transformers: {_INSTALL}", True)
+LOADED = _check(
+    "answers of loaded weights", _nats, f"vLLM computes another model than transformers: {_INSTALL}", "engine trainer"
+)
 SAMPLED = _check(
     "log-probs of sampled tokens",
     "those of temperature and top-p, at most {nats:g} nats (median)",
@@ -42,20 +44,31 @@ SAMPLED = _check(
 )
 SLEEP_FREES = _check("memory that sleep frees", "at least {mib:.0f} MiB", "turn expandable segments off")
 WOKEN = _check(
-    "tensors after waking", "shapes and strides of before", f"waking replaces the model's tensors: {_INSTALL}", True
+    "tensors after waking",
+    "shapes and strides of before",
+    f"waking replaces the model's tensors: {_INSTALL}",
+    "engine trainer",
 )
-WRITTEN = _check("weights that were written", "each piece reads as it was written", TELL_US, True)
-DERIVED_TENSORS = _check("tensors derived from weights", "none is stale", f"decoding is stale: {_INSTALL}", True)
+WRITTEN = _check("weights that were written", "each piece reads as it was written", TELL_US, "engine trainer")
+DERIVED_TENSORS = _check(
+    "tensors derived from weights", "none is stale", f"decoding is stale: {_INSTALL}", "engine trainer"
+)
 NEW_WEIGHTS = _check(
-    "answers of new weights", _nats, f"the engine still computes with something of the older ones: {TELL_US}", True
+    "answers of new weights",
+    _nats,
+    f"the engine still computes with something of the older ones: {TELL_US}",
+    "engine trainer",
 )
 PREFIX = _check(
-    "prefixes cached by older weights", _nats, f"the engine answers with what older weights cached: {_INSTALL}", True
+    "prefixes cached by older weights",
+    _nats,
+    f"the engine answers with what older weights cached: {_INSTALL}",
+    "engine trainer",
 )
 AFTER_SLEEP = _check(
     "answers after sleep and waking",
-    "tokens and log-probs of before",
-    "state of the engine is lost in its sleep: train with --rl-schedule async, whose engines do not sleep",
+    _nats,
+    "state of the engine is lost in its sleep: --rl-schedule async with devices for engines alone needs no sleep",
 )
 IN_FLIGHT = _check("weights that change between two steps", f"two parts, each {_nats}", "use --rl-schedule sync")
 ENGINE_CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, SLEEP_FREES, WOKEN, WRITTEN, DERIVED_TENSORS)
@@ -132,8 +145,7 @@ class EngineBench:
 
     def loaded(self) -> Found:
         self.engine.update_weights(0)
-        self.first = self.ask(_ASKED)
-        return self.far_from(0, _ASKED, self.first)
+        return self.compared(0, _ASKED)
 
     def sleep(self) -> Found:
         self.forms_before, held = self.forms(), self.bytes()
@@ -149,12 +161,7 @@ class EngineBench:
 
     def slept(self) -> Found:
         self.engine.wake(("kv_cache",))
-        again = self.ask(_ASKED)
-        both = zip(self.first, again, strict=True)
-        pairs = [pair for one, two in both for pair in zip(one.logps, two.logps, strict=True)]
-        far = sum(abs(a - b) for a, b in pairs) / len(pairs)
-        same = far <= self.nats / 100 and [c.tokens for c in self.first] == [c.tokens for c in again]
-        return same, f"{far:.2g} nats"
+        return self.compared(0, _ASKED)
 
     def change(self) -> Found:
         """Write the second weights while a response is in the making, which ends with them (`between`)."""
@@ -171,15 +178,9 @@ class EngineBench:
         return generate(self.engine, _requests(prompts, **sampling), deadline=_DEADLINE)
 
     def compared(self, judge: int, prompts: Sequence[tuple[int, ...]], **sampling: float) -> Found:
-        """Ask, and compare with transformers' model number `judge`."""
-        return self.far_from(judge, prompts, self.ask(prompts, **sampling), **sampling)
-
-    def far_from(
-        self, judge: int, prompts: Sequence[tuple[int, ...]], done: Sequence[Completion], **sampling: float
-    ) -> Found:
-        """Largest median difference of a response's log-probs from those of transformers' model number `judge`."""
+        """Ask. Largest median difference of a response's log-probs from those of transformers' model number `judge`."""
         far = 0.0
-        for prompt, one in zip(prompts, done, strict=True):
+        for prompt, one in zip(prompts, self.ask(prompts, **sampling), strict=True):
             logits = self.judges[judge].logits([*prompt, *one.tokens[:-1]])[len(prompt) - 1 :]
             far = max(far, _difference(logits, one, **sampling))
         return far <= self.nats, f"{far:.2g} nats"
@@ -194,7 +195,7 @@ class EngineBench:
         if [version for _, version in done.segments] != [0, 1] or not 0 < at < len(done.tokens):
             return False, f"parts {done.segments}"
         if self.engine.options.config.get("kv_lora_rank"):
-            return True, f"new from token {at} on"
+            return True, f"new from token {at} on; log-probs are not compared"
         cache, tokens = DynamicCache(), [*_ASKED[0], *done.tokens]
         (old, new), change = self.judges, asked + at - 1
         steps = [old.logits(tokens[:change], cache)[asked - 1 :], *(new.logits([t], cache) for t in tokens[change:-1])]

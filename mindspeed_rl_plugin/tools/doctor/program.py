@@ -83,7 +83,7 @@ def run_checks(
     folder.mkdir()
     places, began, results, inside = arguments[2:] or ("",), time.time(), list[Result](), dict[int, dict[str, Any]]()
     command = nodes.torchrun("-m", program, str(folder), str(seconds), *arguments)
-    done = run(command, folder / "log", seconds, env=env)
+    done = run(command, folder / "log", seconds, env=env, cwd=folder)
     for rank in range(nodes.index * nodes.ranks, (nodes.index + 1) * nodes.ranks):
         line = {"part": table[0].part, "name": table[0].name, "where": places[0], "at": began}
         with contextlib.suppress(OSError, ValueError), open(folder / f"rank-{rank}.jsonl") as file:
@@ -103,6 +103,9 @@ def run_checks(
     left = [
         check.not_run("an earlier check failed", p) for p in places for check in table if (check.name, p) not in ran
     ]
+    if not done.ok and all(r.verdict != FAIL for r in results):  # its end was between two checks
+        check, place = next(((c, p) for p in places for c in table if (c.name, p) not in ran), (table[-1], places[-1]))
+        left = [check.ended(DIED, f"died before it with exit status {done.code}: {reason(done)}", place), *left[1:]]
     return [*merge(results), *left]
 
 

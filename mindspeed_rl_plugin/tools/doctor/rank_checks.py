@@ -16,7 +16,13 @@ from mindspeed_rl_plugin.tools.doctor.memory_checks import MEMORY_CHECKS, memory
 from mindspeed_rl_plugin.tools.doctor.program import CheckCall, work
 from mindspeed_rl_plugin.tools.doctor.result import Check
 
-RANKS_START = Check("links", "start of the ranks", "", "the message, or the log that --keep keeps, says why", True)
+RANKS_START = Check(
+    "links",
+    "start of the ranks",
+    "",
+    "the message, or the log that --keep keeps, says why",
+    "machine memory links trainer",
+)
 RANK_CHECKS = (RANKS_START, *DEVICE_CHECKS, *MEMORY_CHECKS, *LINK_CHECKS)
 
 

@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
 # Texts that belong to the user: addresses, folders, and names of machines in errors of sockets.
 _PRIVATE = re.compile(
+    r"(?<=['\"])[\w.-]+/[\w./-]+(?=['\"])|"
     r"\w+://\S+|[\w.+-]+@[\w.-]+|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<=[A-Z_]=)\S+"
     r"|(?<![\w.<])~?/[\w.@+-][^:,;)'\"<>]*|\b(?:[\w.-]+/){2,}[\w.-]+|\[?\b[0-9a-f]{1,4}:[0-9a-f:]*:[0-9a-f:]+\]?"
 )
@@ -60,7 +61,7 @@ class Check:
     name: str
     limit: str = ""
     fix: str = ""
-    explains: bool = False  # whether its failure may explain failures of all checks behind it
+    explains: str = ""  # parts in which its failure may explain those of later checks
 
     def result(
         self, good: bool | None, figure: str = "", where: str = "", value: float = 0.0, **limits: object
@@ -84,8 +85,7 @@ class Check:
 
 def merge(results: Iterable[Result]) -> list[Result]:
     """One result for each check and place, of several ranks or machines: the worst failure, with all ranks that failed;
-    else the worst result. In each part and place, what only waited is left out if another rank hung, and both if
-    another one died."""
+    else the worst result. Ranks that waited are left out if one hung or died, ranks that hung if one died."""
     groups, results = dict[tuple[str, str, str], list[Result]](), list(results)
     for r in results:
         if not 0 < r.ended < max(one.ended for one in results if (one.part, one.where) == (r.part, r.where)):
@@ -100,9 +100,9 @@ def merge(results: Iterable[Result]) -> list[Result]:
 
 def explained(results: Sequence[Result], checks: Sequence[Check]) -> list[Result]:
     """The results; a failure that may follow from another one names it: the first failed check of the table that
-    `explains`. checks: the table. A failure of one model explains only failures of this model."""
+    explains this part. checks: the table. A failure of one model explains only failures of this model."""
     order = {(check.part, check.name): i for i, check in enumerate(checks)}
-    causes = {(check.part, check.name) for check in checks if check.explains}
+    causes = {(check.part, check.name): check.explains.split() for check in checks}
     failed = [r for r in results if r.verdict == FAIL and (r.part, r.check) in causes]
     failed.sort(key=lambda r: order[r.part, r.check])
 
@@ -110,7 +110,7 @@ def explained(results: Sequence[Result], checks: Sequence[Check]) -> list[Result
         at = order.get((one.part, one.check), len(order))
         for other in failed:
             same = other.part not in _OF_MODELS or other.where.partition(",")[0] in ("", one.where.partition(",")[0])
-            if order[other.part, other.check] < at and same:
+            if order[other.part, other.check] < at and same and one.part in causes[other.part, other.check]:
                 return f"{other.part}: {other.name}"
         return ""
 
@@ -142,6 +142,6 @@ def _short(figure: str) -> str:
 
 def without_private(text: str, names: Iterable[str] = ()) -> str:
     """A text for a bug report, without addresses, folders and these names."""
-    for name in names:
-        text = text.replace(name, "...")
+    for name in sorted(names, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "...", text)
     return _PRIVATE.sub("...", text)

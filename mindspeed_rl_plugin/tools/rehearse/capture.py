@@ -146,6 +146,13 @@ def run(
     return Done(log.stem, code, time.monotonic() - began, log.read_text(errors="replace").splitlines())
 
 
+def end_by_signals() -> None:
+    """From now on SIGTERM and SIGHUP (a lost terminal) raise SystemExit, so that `run` ends what it has started."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
+
+
 def _kill_marked(mark: bytes) -> None:
     """Kill the processes that have a variable in their environment. Waits at most five seconds for their ends. Python's
     resource trackers end by themselves, when they have removed the shared memory of the others."""

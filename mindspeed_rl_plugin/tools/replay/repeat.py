@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -24,13 +23,13 @@ from mindspeed_rl_plugin.monitor.dump import lacking
 from mindspeed_rl_plugin.monitor.run_files import dump_file, dumps_owner, read_jsonl, read_metrics, read_run
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
-from mindspeed_rl_plugin.tools.rehearse.capture import run
+from mindspeed_rl_plugin.tools.rehearse.capture import end_by_signals, run
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.outcome import tail
+from mindspeed_rl_plugin.tools.rehearse.substitutes import WRITES
 from mindspeed_rl_plugin.tools.replay import compared
 
-DROPPED = ("--rl-dump-dir", "--tensorboard-dir", "--wandb-project", "--rl-trace")  # places where a job writes
-STARTS = ("--load", "--pretrained-checkpoint", "--ckpt-step", "--enable-hf2mg-convert")
+STARTS = "--load --pretrained-checkpoint --ckpt-step --enable-hf2mg-convert"
 NEW_SCHEDULE, SAVED_SCHEDULE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 OTHER_LAYOUT = 1e-4  # relative; a number may differ by this on another layout
 
@@ -75,8 +74,7 @@ def command(about: dict, nearest: int, ranks: int, iteration: int, flags: Sequen
     """The command of the replay. about, nearest: as in `recorded`; flags: of the user; view: --save of the replay."""
     script, *words = about["launch"]["words"]
     given, asked = Flags.parse(words), Flags.parse(flags)
-    for flag in (*DROPPED, *(() if nearest else STARTS)):
-        given.values.pop(flag, None)
+    given.apply("", WRITES if nearest else f"{WRITES} {STARTS}")
     if not nearest and about["reference"]:
         folder, step = split_iteration_dir(about["reference"])
         given.values |= {"--load": (folder,)} | ({} if step == "release" else {"--ckpt-step": (str(step),)})
@@ -148,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", metavar="ROLLOUT,GROUP,MEMBER", type=sample_id, help="a response to show in full")
     parser.add_argument("--ranks", metavar="N", type=int, help="ranks, on this machine (default: as the job trained)")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the job's --rl-run-dir (default: SAVE/rl)")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job's processes are ended
+    end_by_signals()
     try:
         print(replay(parser.parse_args(words[:at]), words[at + 1 :]))
     except KeyboardInterrupt:
