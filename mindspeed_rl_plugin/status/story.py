@@ -61,6 +61,8 @@ class Seen(SimpleNamespace):
 
     def where(self) -> str:
         """What it does, in words."""
+        if self.ended == IN_ORDER:
+            return "has ended"
         outer = [what for entries in self.threads[:1] for what, whom, _ in entries[:-1] if not whom]
         parts = [f"{what} for {s:.0f} s" + (f", waits for {whom}" if whom else "") for what, whom, s in self.inner]
         return "; ".join([*(f"in {what}" for what in outer[-1:]), *parts]) or "between two stages"
@@ -77,7 +79,9 @@ def read(folder: Path) -> list[Seen]:
     """The processes that have a status file in `folder`, by name. Ages are by the clock of the file system, since the
     clocks of machines may differ. Raises ValueError if there is no such folder, or no file in it."""
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist; give the --save of a job that has started")
+        raise ValueError(
+            f"{folder} does not exist; give the --save of a job; one that has only just started writes none yet"
+        )
     now, paths = _now(folder), [path for path in folder.iterdir() if not path.suffix]
     statuses = ((path, _status(path)) for path in paths)
     found = [Seen(**s, silent=max(now - path.stat().st_mtime, 0.0)) for path, s in statuses if s]

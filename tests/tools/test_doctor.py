@@ -83,7 +83,7 @@ def test_private_texts_are_taken_out(text, cleaned):
 
 def test_the_page_holds_the_results_and_no_name_of_the_machine():
     host = socket.gethostname()
-    page = doctor.page([PORTS.result(False, f"{host} </script><b> /a/b/c")], {host})
+    page = doctor.page([PORTS.result(False, f"{host} </script><b> /a/b/c")], {host}, "1 is at fault")
     data = json.loads(page.partition('id="doctor">')[2].partition("</script>")[0])
     assert data["results"][0]["figure"] == "... </script><b> ..." and host not in page
     assert data["device"] and "torch" in data["versions"] and "<b>" not in page
@@ -251,4 +251,4 @@ def test_a_healthy_part_ends_with_status_0_and_leaves_nothing(tmp_path, monkeypa
     made[0] = FILES.result(False, "9", need=99)
     assert main(["doctor", "--only", "machine", "--keep", str(tmp_path / "kept")]) == 1
     said = capsys.readouterr().out
-    assert "1 at fault" in said and "ulimit -n 99" in said and (tmp_path / "kept").is_dir()
+    assert "1 is at fault" in said and "ulimit -n 99" in said and (tmp_path / "kept").is_dir()

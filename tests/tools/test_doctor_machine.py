@@ -135,7 +135,7 @@ def of_machines(*clocks, seconds: float = 5.0) -> list[list[Result]]:
 def test_clocks_and_ports_between_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     now = machine.time.time
     assert {r.verdict for rows in of_machines(now, now, lambda: now() + 1) for r in rows} == {PASS}
-    failed = guilty(r for rows in of_machines(now, now, lambda: now() - 3600) for r in rows)
+    failed = guilty(r for rows in of_machines(now, now, lambda: now() - 3600.5) for r in rows)
     assert [r.check for r in failed] == ["clock"] and failed[0].figure.startswith("3600.")
     assert {r.verdict for r in machine.between(Nodes(2))} == {NOT_RUN}
     found = explained([r for rows in of_machines(now, now, seconds=0.5) for r in rows], doctor.ALL_CHECKS)

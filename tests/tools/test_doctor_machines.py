@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}"),
 ]
-AHEAD = "    real = time.time\n    time.time = lambda: real() + 3600\n"
+AHEAD = "    real = time.time\n    time.time = lambda: real() + 3600.5\n"
 DIES = "    import torch.distributed as dist\n    if rank == 2:\n"
 DIES += "        dist.all_gather_into_tensor = lambda *a, **k: os._exit(7)\n"
 SMALL = ["sh", "-c", 'mount -o remount,size=64m /dev/shm; exec "$@"', "sh"]

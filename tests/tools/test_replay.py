@@ -55,7 +55,7 @@ def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
     [
         (4, lambda save: (save / "rl" / "run.json").unlink(), "has no run.json: give the --save of a job"),
         (4, lambda save: about(save, launch=None), "run.json has no `launch`.*an older version wrote it"),
-        (9, lambda save: None, "the job has no update in iteration 9: its metrics end at 4"),
+        (9, lambda save: None, "the job has no update in iteration 9: it has iterations 1 to 4"),
         (2, lambda save: None, "no checkpoint before iteration 2, and /gone/iter_0000009, .* is gone: put it back"),
         (4, lambda save: about(save, dump_dir=None), "wrote no dumps.*: give it --rl-dump-dir DIR"),
         (4, lambda save: about(save, id="other"), "holds the rollouts of another run"),

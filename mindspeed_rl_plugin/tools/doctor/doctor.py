@@ -1,8 +1,8 @@
 """Which part of your stack is at fault: checks of machine, memory, links, engine, and trainer with engine.
 
 `doctor` starts its ranks itself, on the devices of this machine (two on a CPU); on many machines start it by
-`torchrun ... -m mindspeed_rl_plugin doctor`. With SCRIPT.sh its versions, environment and dtype are those of the launch
-script. `--job SAVE` tells where each process of a job that hangs is.
+`torchrun ... -m mindspeed_rl_plugin doctor`. With SCRIPT.sh versions, environment, flags and sizes are those of the
+launch script. `--job SAVE` tells where each process of a job that hangs is.
 """
 
 from __future__ import annotations
@@ -77,15 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if nodes.index:
         return 0
-    print(table(results))
-    if options.out:
-        write_text(options.out, page(results, names))
-        print(f"\n{options.out} has these results for a bug report")
     bad = guilty(results)
-    ran = sum(r.verdict != NOT_RUN for r in results)
-    print(f"\n{f'{len(bad)} at fault' if bad else 'nothing is at fault'} ({ran} of {len(results)} checks ran)")
-    if not whole:
-        print("interrupted: the other checks did not run")
+    ran, end = sum(r.verdict != NOT_RUN for r in results), "" if whole else "; interrupted: other checks did not run"
+    verdict = f"{len(bad) or 'nothing'} {'is' if len(bad) < 2 else 'are'} at fault"
+    verdict = f"{verdict} ({ran} of {len(results)} checks ran{end})"
+    print(table(results), verdict, sep="\n\n")
+    if options.out:
+        write_text(options.out, page(results, names, verdict))
+        print(f"{options.out} has these results for a bug report")
     return 1 if bad else 0 if whole else 130
 
 
@@ -163,6 +162,7 @@ class _Doctor:
         """On an accelerator a process for each model: vLLM's sleep mode allows one engine in a process."""
         configs, why = small_models.models_of(launch.arguments)
         (file := self.folder / "models.json").write_text(json.dumps(configs))
+        _say(f"  {', '.join(configs)}; a model takes up to a minute or two")
         program, env = (engine_checks.__name__, engine_checks.ENGINE_CHECKS), _environment(self.folder)
         for models in [[*configs]] if cpu else [[name] for name in configs]:
             folder = self.folder / f"engine {models[0]}"
@@ -243,7 +243,7 @@ def _say(what: str) -> None:
     print(f"doctor: {what}", file=sys.stderr, flush=True)
 
 
-def page(results: Sequence[Result], names: Collection[str]) -> str:
+def page(results: Sequence[Result], names: Collection[str], verdict: str) -> str:
     """One HTML page: the table, and the same as JSON; without addresses, folders and names (of machines and users)."""
     clean = []
     for r in results:
@@ -252,7 +252,7 @@ def page(results: Sequence[Result], names: Collection[str]) -> str:
         clean.append(dataclasses.replace(r, figure=figure, where=where, ranks=(), fix=fix))
     data = {"versions": versions(), "device": get_device().kind, "time": int(time.time())}
     data["results"] = [dataclasses.asdict(r) for r in clean]
-    text = "\n".join([", ".join(f"{k} {v}" for k, v in data["versions"].items()), "", table(clean)])
+    text = "\n".join([", ".join(f"{k} {v}" for k, v in data["versions"].items()), "", table(clean), "", verdict])
     return (
         f'<!doctype html><meta charset="utf-8"><title>doctor</title><pre>{html.escape(text)}</pre>'
         f'<script type="application/json" id="doctor">{embed(data)}</script>\n'

@@ -16,7 +16,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from mindspeed_rl_plugin.checkpoints.disk import free_bytes
+from mindspeed_rl_plugin.checkpoints.disk import free_bytes, writable
 from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.host import engine_env
 from mindspeed_rl_plugin.processes import machine
@@ -26,14 +26,12 @@ from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
 ROOM = 1 << 30  # bytes free at --save, and in /dev/shm (docker's default, 64 MiB, is too little for NCCL)
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
-_check, _room = partial(Check, "machine"), "docker run --shm-size 16g; for --save, free the disk or take another"
+_check = partial(Check, "machine")
 PACKAGES_CHECK = _check("versions", "{wrong}", "install {wrong}")
-VARIABLES_CHECK = _check("environment variables", "another value, or none", "unset it ({thread})", "links engine")
+VARIABLES_CHECK = _check("environment variables", "no value that bites", "unset it ({thread})", "links engine")
 FILES = _check("open files", "at least {need}", "ulimit -n {need}", "links")
-SHM_CHECK, DISK_CHECK = (
-    _check("/dev/shm", "at least 1 GiB", _room, "links engine trainer"),
-    _check("--save", "at least 1 GiB", _room),
-)
+SHM_CHECK = _check("/dev/shm", "at least 1 GiB", "docker run --shm-size 16g", "links engine trainer")
+DISK_CHECK = _check("--save", "at least 1 GiB, writable", "free the disk, or give a folder where you may write")
 _one_each = "start at most one rank a device, and let each rank see its own device"
 OWN_DEVICE = _check("one rank a device", "one rank on each", _one_each, "machine memory links engine trainer")
 _free = "end the other processes (nvidia-smi, npu-smi info)"
@@ -78,7 +76,8 @@ def machine_results(nodes: Nodes, kind: str, save: str = "", conditions: Collect
     for check, folder in ((SHM_CHECK, "/dev/shm"), (DISK_CHECK, save)):
         free = free_bytes(folder or "/")
         yield check.result(
-            free >= ROOM if folder else None, f"{free / ROOM:.2f} GiB" if folder else "no folder was given"
+            free >= ROOM and writable(folder) if folder else None,
+            f"{free / ROOM:.2f} GiB" if folder else "no folder was given",
         )
 
 

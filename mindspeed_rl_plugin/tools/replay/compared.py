@@ -84,7 +84,8 @@ def of_sample(tokens: Sequence[Row], sample: SampleId, total: float) -> Iterator
         yield f"row {_id(sample)} counts in no loss of this iteration; {_id(tokens[0]['id'])}, for example, does"
         return
     weight, norm = mine[0]["weight"], mine[0]["norm"]
-    shares = f"norm of its gradient {norm:.6g}, {norm / total:.1%} of the step's"
+    share = norm / total if total else 0.0  # where all rewards of each group are equal
+    shares = f"norm of its gradient {norm:.6g}, {share:.1%} of the step's"
     yield f"row {_id(sample)}: weight of each token in the loss {weight:.6g}; {shares}"
     yield from aligned([_HEAD, *map(_cells, mine)], 6)
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import sys
 import tempfile
 import threading
@@ -46,7 +47,9 @@ def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int
         raise ValueError(f"{run_dir}/run.json has no `launch`, the command of the job; {old}")
     lines = {line["iteration"]: line for line in read_metrics(run_dir)}
     if "loss" not in lines.get(iteration, {}):
-        raise ValueError(f"the job has no update in iteration {iteration}: its metrics end at {max(lines, default=0)}")
+        raise ValueError(
+            f"the job has no update in iteration {iteration}: it has iterations 1 to {max(lines, default=0)}"
+        )
     numbers = [int(p.name[5:]) for p in save.glob("iter_*") if p.name[5:].isdigit()]
     nearest = max((number for number in numbers if number < iteration and has_state(str(save), number)), default=0)
     if not nearest and (begun := about["reference"]) and not Path(begun).is_dir():
@@ -105,6 +108,11 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
     """Run an iteration again, and compare. Raises ValueError, with the reason in its log, if the job fails."""
     save, number = args.save.absolute(), args.iteration
     about, numbers, nearest, dumped = recorded(save, args.run_dir or save / "rl", number)
+    ids = [SampleId(*(row[name] for name in SampleId._fields)) for row in dumped]
+    if args.sample and args.sample not in ids:
+        raise ValueError(
+            f"--sample {','.join(map(str, args.sample))} is no row of the rollout; {','.join(map(str, ids[0]))} is one"
+        )
     launch, device = about["launch"], get_device()
     ranks, here = args.ranks or launch["ranks"], math.inf if device.is_cpu else device.api.device_count()
     if not 1 <= ranks <= here:
@@ -132,6 +140,8 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
             raise ValueError(f"the job ended with status {done.code}:\n{tail(done)}")
         again = {line["iteration"]: line for line in read_metrics(f"{view}/rl")}[number]
     same = ranks == launch["ranks"] and not any("parallel" in flag for flag in flags)
+    if flags:
+        print(f"with other flags than the job: {shlex.join(flags)}")
     return compared.report(numbers, again, tokens, dumped, 0.0 if same else OTHER_LAYOUT, args.sample)
 
 
@@ -160,4 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sample_id(text: str) -> SampleId:
     """Three numbers with commas, as the columns `epoch`, `group`, `member` of a dump."""
-    return SampleId(*map(int, text.split(",")))
+    try:
+        return SampleId(*map(int, text.split(",")))
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text}: give three numbers with commas, as 0,3,1") from None
