@@ -278,8 +278,10 @@ def test_who_joined_ends_with_a_start_and_comes_again_to_the_next(job, machines,
 @pytest.mark.parametrize("fault", ["healthy", "rope base in the engine's config"])
 def test_doctor_compares_trainer_and_engine_over_both_machines(job, machines, tmp_path, fault):
     """The fault is that of the second engine; the layers of the first machine agree."""
-    (script := tmp_path / "launch.sh").write_text(shlex.join(job(*LAYOUT, ranks=1, agents=2).command(0, 29400)))
+    launch = job("--train-iters", "4", *LAYOUT, ranks=1, agents=2).command(0, 29400)
+    (script := tmp_path / "launch.sh").write_text(shlex.join(launch))
     agents = start_doctor(machines, tmp_path, "--compare", str(script), code=TRAINER[fault][1])
     codes, named = [agent.wait(400) for agent in agents], at_fault(results_of(tmp_path / "doctor.html"))
+    print((tmp_path / "log0").read_text())
     assert (codes, [one[0] for one in named]) == (([0, 0], []) if fault == "healthy" else ([1, 0], ["where they part"]))
     assert all("attention of layer 1: " in figure and " on rank 1, " in figure for *_, figure in named), named

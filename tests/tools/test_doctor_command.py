@@ -59,7 +59,7 @@ class Call:
     def end(self) -> tuple[int, list[dict]]:
         """Exit status and results. Nothing is left behind, and the file has nothing private."""
         code = self.process.wait(1100)
-        print(f"{time.monotonic() - self.began:.0f} s", self.log.read_text())
+        print(f"status {code}, {time.monotonic() - self.began:.0f} s", self.log.read_text())
         left = [
             p for p in psutil.process_iter(["environ"]) if self.private.items() <= (p.info["environ"] or {}).items()
         ]
