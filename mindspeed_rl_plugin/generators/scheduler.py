@@ -148,7 +148,7 @@ class Scheduler:
         now, needs = time.monotonic(), self.state.needs
         if now - self._reported >= REPORT_SECONDS:
             self._reported = now
-            counts = {**self.counts, "seconds": now - self._began, "version": float(self.state.version)}
+            counts = {**self.counts, "seconds": now - self._began, "weights": float(self.state.version)}
             self._hear(self.dock.report(counts, self.spans.take(now)))
         elif needs is not None and needs.oldest > self.state.announced:  # rows may need weights announced just now
             self._hear(self.dock.news(self._news, 0.0))

@@ -137,7 +137,9 @@ def test_the_update_begins_with_everything_back_and_then_the_optimizer_leaves(ma
     job = SimpleNamespace(
         plan=plan,
         topology=SimpleNamespace(dp_rank=0),
-        monitor=SimpleNamespace(stage=lambda name: nullcontext(), begin=lambda n: None),
+        monitor=SimpleNamespace(
+            stage=lambda name: nullcontext(), begin=lambda n: None, clock=SimpleNamespace(trace=SimpleNamespace())
+        ),
         due=lambda number: evaluates and number == done + 1,
         forget=lambda groups: None,
     )

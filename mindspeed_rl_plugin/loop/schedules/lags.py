@@ -41,7 +41,7 @@ class Engines:
     def told(self) -> Iterator[tuple[str, float]]:
         """For the status of this process: each engine with its weights, and the seconds since its last report."""
         for name, (counts, heard) in self._hear().items():
-            weights = f" (weights {counts['version']:g})" if "version" in counts else ""
+            weights = f" (weights {counts['weights']:g})" if "weights" in counts else ""
             yield f"the engine {called(name)}{weights}, silent", self._clock() - heard
 
     def text(self) -> str:
