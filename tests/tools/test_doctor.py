@@ -89,6 +89,15 @@ def test_the_page_holds_the_results_and_no_name_of_the_machine():
     assert data["device"] and "torch" in data["versions"] and "<b>" not in page
 
 
+def test_a_user_without_a_name_gets_results(monkeypatch):
+    """As in a container whose user id is in no list of users."""
+    for name in ("USER", "LOGNAME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    results, names = Nodes(1).gather([FILES.result(True, "9", need=1)])
+    assert len(results) == 1 and "" not in names and socket.gethostname() in names
+
+
 class Layer(nn.Module):
     def __init__(self, number):
         super().__init__()

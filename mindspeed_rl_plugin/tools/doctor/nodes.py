@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
-from getpass import getuser
 from pathlib import Path
 
 from torch.distributed import Store, TCPStore
@@ -74,8 +73,8 @@ class Nodes:
     def gather(self, mine: Sequence[Result]) -> tuple[list[Result], set[str]]:
         """The results of all machines and their private names, on the first one; on others their own. A failure that
         names no rank names its machine, if it is not equal on all machines."""
-        names = {socket.gethostname(), socket.getfqdn(), getuser(), Path.home().name, self.own}
-        names -= {"", "root", "localhost"}
+        user = (os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path(os.environ.get("HOME", "")).name)
+        names = {socket.gethostname(), socket.getfqdn(), *user, self.own} - {"", "root", "localhost"}
         if self.count == 1:
             return list(mine), names
         told = {"names": [*names], "results": [asdict(r) for r in mine]}

@@ -23,7 +23,7 @@ _FOLDERS = (
 )
 _TRACKERS = "--wandb-project --wandb-exp-name --wandb-entity --wandb-save-dir --one-logger-project"
 # Flags by which a job writes, but for --save.
-WRITES = "--tensorboard-dir --rl-run-dir --rl-dump-dir --rl-trace --mg-save-dir --hf-save-dir --enable-mg2hf-convert"
+WRITES = "--tensorboard-dir --rl-run-dir --rl-dump-dir --rl-trace* --mg-save-dir --hf-save-dir --enable-mg2hf-convert"
 WRITES += f" --async-save {_TRACKERS}"
 _MADE_TOKENIZER = "here: a generated tokenizer of characters"
 VARIED = """
