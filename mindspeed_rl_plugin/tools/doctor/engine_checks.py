@@ -72,7 +72,12 @@ AFTER_SLEEP = _check(
 )
 IN_FLIGHT = _check("weights that change between two steps", f"two parts, each {_nats}", "use --rl-schedule sync")
 ENGINE_CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, SLEEP_FREES, WOKEN, WRITTEN, DERIVED_TENSORS)
-ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT)
+RESTORED = _check(
+    "answers of the weights with which the engine was built, written again",
+    "the same tokens",
+    f"something of other weights is left in the engine: {TELL_US}",
+)
+ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT, RESTORED)
 
 _ASKED_TOKENS, _LONG, _DEADLINE, _CACHE = 12, 160, 120.0, 64 << 20
 _ASKED = [tuple(range(5, 5 + n)) for n in (7, 33, _LONG)]
@@ -113,6 +118,7 @@ class EngineBench:
             NEW_WEIGHTS: self.change,
             PREFIX: partial(self.compared, 1, _ASKED),
             IN_FLIGHT: self.between,
+            RESTORED: self.restored,
         }
         yield from (CheckCall(check, call, self.model, limits) for check, call in calls.items())
         if self.engine:
@@ -145,7 +151,9 @@ class EngineBench:
 
     def loaded(self) -> Found:
         self.engine.update_weights(0)
-        return self.compared(0, _ASKED)
+        found = self.compared(0, _ASKED)
+        self.built = self.answers
+        return found
 
     def sleep(self) -> Found:
         self.forms_before, held = self.forms(), self.bytes()
@@ -173,14 +181,23 @@ class EngineBench:
         (self.changed,) = self.engine.poll(_DEADLINE)
         return self.compared(1, [_UNSEEN]) if good else (False, f"not written: {figure}")
 
+    def restored(self) -> Found:
+        """Write the weights with which the engine was built: it must answer as it did then."""
+        good, figure = self.write(0)
+        self.engine.update_weights(0)
+        self.compared(0, _ASKED)
+        equal = sum(a == b for a, b in zip(self.built, self.answers, strict=True))
+        return good and equal == len(_ASKED), f"{equal} of {len(_ASKED)} responses" if good else figure
+
     def ask(self, prompts: Sequence[tuple[int, ...]], **sampling: float) -> list[Completion]:
         """Responses of _ASKED_TOKENS tokens each."""
         return generate(self.engine, _requests(prompts, **sampling), deadline=_DEADLINE)
 
     def compared(self, judge: int, prompts: Sequence[tuple[int, ...]], **sampling: float) -> Found:
         """Ask. Largest median difference of a response's log-probs from those of transformers' model number `judge`."""
-        far = 0.0
-        for prompt, one in zip(prompts, self.ask(prompts, **sampling), strict=True):
+        far, done = 0.0, self.ask(prompts, **sampling)
+        self.answers = [one.tokens for one in done]
+        for prompt, one in zip(prompts, done, strict=True):
             logits = self.judges[judge].logits([*prompt, *one.tokens[:-1]])[len(prompt) - 1 :]
             far = max(far, _difference(logits, one, **sampling))
         return far <= self.nats, f"{far:.2g} nats"

@@ -80,7 +80,11 @@ KILLED = _check(
 TRAIN_CHECKS = (ARRIVE, FINITE, RUNS, WHERE, AGREE, RATIO, GROWTH, RESUME, KILLED)
 
 # Model -> axes by which its trainer is divided, each in a job of its own; all but the first only with --full.
-LAYOUTS = {"dense": ("tp", "pp", "dp"), "experts": ("ep", "tp"), "latent attention": ("pp", "tp")}
+LAYOUTS = {
+    "dense": ("tp", "pp", "dp"),
+    "experts": ("ep", "tp", "pp", "dp"),
+    "latent attention": ("pp", "tp", "ep", "dp"),
+}
 _DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 # A launch without SCRIPT.sh.
 _NO_SCRIPT = """
