@@ -72,12 +72,12 @@ AFTER_SLEEP = _check(
 )
 IN_FLIGHT = _check("weights that change between two steps", f"two parts, each {_nats}", "use --rl-schedule sync")
 ENGINE_CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, SLEEP_FREES, WOKEN, WRITTEN, DERIVED_TENSORS)
-RESTORED = _check(
+AS_BUILT = _check(
     "answers of the weights with which the engine was built, written again",
     "the same tokens",
     f"something of other weights is left in the engine: {TELL_US}",
 )
-ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT, RESTORED)
+ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT, AS_BUILT)
 
 _ASKED_TOKENS, _LONG, _DEADLINE, _CACHE = 12, 160, 120.0, 64 << 20
 _ASKED = [tuple(range(5, 5 + n)) for n in (7, 33, _LONG)]
@@ -118,7 +118,7 @@ class EngineBench:
             NEW_WEIGHTS: self.change,
             PREFIX: partial(self.compared, 1, _ASKED),
             IN_FLIGHT: self.between,
-            RESTORED: self.restored,
+            AS_BUILT: self.restored,
         }
         yield from (CheckCall(check, call, self.model, limits) for check, call in calls.items())
         if self.engine:
