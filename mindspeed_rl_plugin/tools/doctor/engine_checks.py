@@ -73,8 +73,8 @@ AFTER_SLEEP = _check(
 IN_FLIGHT = _check("weights that change between two steps", f"two parts, each {_nats}", "use --rl-schedule sync")
 ENGINE_CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, SLEEP_FREES, WOKEN, WRITTEN, DERIVED_TENSORS)
 AS_BUILT = _check(
-    "answers of the weights with which the engine was built, written again",
-    "the same tokens",
+    "answers as it was built",
+    "the same tokens, with those weights written again",
     f"something of other weights is left in the engine: {TELL_US}",
 )
 ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT, AS_BUILT)
