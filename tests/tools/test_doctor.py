@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import socket
+import time
 
 import pytest
 import torch
@@ -57,6 +58,23 @@ def test_an_end_between_two_checks_is_a_failure(tmp_path, monkeypatch):
         engine_checks.GRAPHS.name,
         len(table),
     ) and "RuntimeError: at the end" in one.figure
+
+
+@pytest.mark.parametrize(("error", "told"), [("TimeoutError", "hung for "), ("ConnectionError", "died after ")])
+def test_a_killed_rank_is_told_from_a_stopped_one(tmp_path, monkeypatch, error, told):
+    """torchrun kills the stopped one at last."""
+    check, *_ = table = doctor.rank_checks.COLLECTIVES
+    waited = [dataclasses.asdict(check.ended(program.WAITED, f"{error}: all_reduce"))]
+
+    def run(command, log, seconds, **_):
+        about = {"part": check.part, "name": check.name, "where": "", "at": time.time()}
+        for rank, line in enumerate(({"results": waited}, about)):
+            (tmp_path / "x" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+        return Done("log", 1, 3.0, ["rank : 1 (local_rank: 1)", "exitcode : -9 (pid: 7)"])
+
+    monkeypatch.setattr(program, "run", run)
+    (one,) = guilty(explained(program.run_checks("m", table, Nodes(2), tmp_path / "x", 9.0, {}), doctor.ALL_CHECKS))
+    assert one.check == check.name and one.told.startswith(f"rank 1: {told}")
 
 
 def test_each_check_is_in_the_table_once():

