@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.episodes.episode_kind import response_kind
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.external_engines import check_servers
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
-from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
+from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of, tokens_of_group
 from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
@@ -33,6 +33,8 @@ from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.stages.prompts import meta_of
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.user import load_stages, try_once
+
+SAMPLED_PROMPTS = 64  # prompts of the data, evenly spaced, whose mean length is printed with --rl-share-prompts
 
 
 def read_inputs(args: argparse.Namespace) -> Inputs:
@@ -51,7 +53,8 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         temperature=config.rollout.temperature,
         chunk_tokens=config.forward.logprob_chunk_tokens,
         max_tokens=config.forward.max_tokens_per_microbatch,
-        packed=config.forward.pack_sequences,
+        packed=config.forward.packed_by is not None,
+        shared=config.forward.share_prompts,
     )
     run = os.path.abspath(config.monitor.directory(args.save))
     responses = ONE_TURN if algorithm.from_pairs else response_kind(config, path, tokenizer, run)
@@ -74,9 +77,27 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         responses=responses,
     )
     inputs = inputs if algorithm.from_pairs else _to_sample(inputs, ends)
+    if forward.shared:
+        _announce_sharing(inputs)
     if config.monitor.trace:
         _check_trace(Traced.parse(config.monitor.trace), inputs)
     return inputs
+
+
+def _announce_sharing(inputs: Inputs) -> None:
+    """Print how many tokens --rl-share-prompts will compute, for prompts of the data and two lengths of responses."""
+    rows, sizes = range(0, len(inputs.data), -(-len(inputs.data) // SAMPLED_PROMPTS)), inputs.sizes
+    prompt = round(sum(len(inputs.data.at(i).tokens) for i in rows) / len(rows))
+    limit, said = inputs.config.rollout.max_response_length, []
+    for response in (limit, -(-limit // 4)):
+        every, computed = tokens_of_group(prompt, response, sizes.members, inputs.forward.max_tokens)
+        said.append(
+            f"{computed} instead of {every} tokens a pass if responses have {response} ({every / computed:.2f}x)"
+        )
+    say(
+        f"--rl-share-prompts: prompts have {prompt} tokens (mean of {len(rows)}); a group of {sizes.members} computes "
+        f"{', '.join(said)}; a run's metric tokens/shared counts what is saved"
+    )
 
 
 def _check_trace(traced: Traced, inputs: Inputs) -> None:

@@ -85,6 +85,13 @@ class Arithmetic:
         return f", {left} for the last" if left else ""
 
 
+def tokens_of_group(prompt: int, response: int, members: int, budget: int) -> tuple[int, int]:
+    """Tokens of the rows of a group, and tokens that --rl-share-prompts computes for them in micro-batches of at most
+    `budget` tokens: the prompt once in each. prompt, response: tokens of each row."""
+    together = max((budget - prompt) // max(response, 1), 1)
+    return members * (prompt + response), -(-members // together) * prompt + members * response
+
+
 def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
     """Check, before Megatron validates its arguments, that --global-batch-size is a multiple of --micro-batch-size x
     data parallel ranks. Missing or invalid sizes are left to Megatron's check. trainers: text for the error, which

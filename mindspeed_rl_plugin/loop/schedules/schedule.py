@@ -127,7 +127,7 @@ class RolloutSchedule(Schedule):
         self.stages["groups"].begin()
         while True:
             graded = self._round()
-            plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
+            plan.measured(graded)
             complete, selection = rounds.add(graded), rounds.selection
             self._drop(selection.dropped)
             plan.deferred = selection.deferred
@@ -158,6 +158,8 @@ class RolloutSchedule(Schedule):
         job, plan, stages = self.job, self.job.plan, self.stages
         if (seconds := stages["reward"].graders.take_seconds()) is not None:
             sampling = {**sampling, **dict(zip(("reward/call_seconds", "reward/worker_seconds"), seconds, strict=True))}
+        if plan.budget is not None and plan.budget.shared:
+            sampling = {**sampling, "tokens/shared": float(plan.shared)}
         job.ranks.barrier("log-probs")
         share = plan.graded_by(job.topology.rank, plan.groups)
         work = Work(share, plan.batches(job.topology.dp_rank), plan.one_pass)
