@@ -68,7 +68,12 @@ class TokenBudget:
     multiple: int = 1  # padded lengths are multiples of this number
     rounds_of: int = 1  # the number of micro-batches is a multiple of this number (interleaved pipelines)
     shared: bool = False  # packed: rows of a group run their common first tokens once in a micro-batch
-    whole: bool = False  # groups are not divided, as preference pairs
+    whole: bool = False  # groups, which are preference pairs, are not divided
+
+    @property
+    def unit(self) -> str:
+        """What is never divided, as a word for messages."""
+        return "pair" if self.whole else "row"
 
     def cost(self, lengths: Sequence[int]) -> int:
         """Tokens that the model computes for a micro-batch with rows of these lengths."""
@@ -153,7 +158,7 @@ def _equalled(
     count = min(-(-count // budget.rounds_of) * budget.rounds_of, most)
     if count % budget.rounds_of:
         raise ValueError(
-            f"{most} rows of an optimizer step on one rank cannot make a number of micro-batches that is a "
+            f"{most} {budget.unit}s of an optimizer step on one rank cannot make a number of micro-batches that is a "
             f"multiple of the {budget.rounds_of} pipeline stages; raise --global-batch-size"
         )
     for batches in filled:
@@ -228,8 +233,8 @@ def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: Tok
     for row in rows:
         if budget.cost([lengths[row]]) > budget.tokens:
             raise ValueError(
-                f"a row has {lengths[row]} tokens, more than --rl-max-tokens-per-microbatch {budget.tokens}; raise it, "
-                "or lower the limits of prompt and response"
+                f"a {budget.unit} has {lengths[row]} tokens, more than --rl-max-tokens-per-microbatch {budget.tokens}; "
+                "raise it, or lower the limits of prompt and response"
             )
         fits = (b for b in batches if budget.cost([lengths[i] for i in (*b, row)]) <= budget.tokens)
         batch = next(fits, None)

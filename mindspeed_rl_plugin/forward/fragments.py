@@ -19,8 +19,9 @@ Fragment = tuple[SampleId, ...]
 
 
 def common_tokens(rows: Sequence[np.ndarray]) -> Common:
-    """`Common` of rows of token ids, `[L_i]` each; a row's index is its member."""
-    order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">u4").tobytes())
+    """`Common` of rows of token ids, `[L_i]` of one dtype; a row's index is its member. Any order of tokens will do,
+    here that of their bytes."""
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
     shared = [0, *(_shared(rows[a], rows[b]) for a, b in pairwise(order))]
     return tuple(zip(order, shared, strict=True))
 
