@@ -278,12 +278,22 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"{packed} needs a limit of tokens; give --rl-max-tokens-per-microbatch too"
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     multiple = length_multiple(args)
-    longest = -(-(prompt + response) // multiple) * multiple
-    if budget is not None and budget < longest:
-        padded = f", padded to {longest}" if longest > prompt + response else ""
+    pairs = learns_from_pairs(config.algorithm.algorithm)
+    tokens = prompt + response
+    if pairs:  # both rows of a pair are in one micro-batch
+        tokens = tokens + response if config.forward.share_prompts else 2 * tokens
+    longest = -(-tokens // multiple) * multiple
+    if budget is not None and pairs and not packed:
         yield (
-            f"--rl-max-tokens-per-microbatch {budget} is less than the longest row, {early.longest(config)} = "
-            f"{prompt + response} tokens{padded}; raise it"
+            f"--rl-max-tokens-per-microbatch {budget} with --rl-algorithm dpo needs packed rows; give "
+            "--rl-pack-sequences, or remove it"
+        )
+    elif budget is not None and budget < longest:
+        padded = f", padded to {longest}" if longest > tokens else ""
+        what = "pair of" if pairs else "row,"
+        yield (
+            f"--rl-max-tokens-per-microbatch {budget} is less than the longest {what} {early.longest(config)} = "
+            f"{tokens} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
         yield f"{packed} does not fit --position-embedding-type {args.position_embedding_type}; remove it"

@@ -149,14 +149,18 @@ class ForwardConfig:
         "micro-batches of at most N tokens (with padding, over all context parallel ranks), not of --micro-batch-size "
         "rows; data parallel ranks get about equally many tokens (default: off)",
         unit="tokens",
+        pairs=True,
     )
     pack_sequences: bool = flag(
-        False, "concatenate the rows of a micro-batch without padding (needs --rl-max-tokens-per-microbatch)"
+        False,
+        "concatenate the rows of a micro-batch without padding (needs --rl-max-tokens-per-microbatch)",
+        pairs=True,
     )
     share_prompts: bool = flag(
         False,
         "rows of a group with the same first tokens (the prompt, and what responses have in common) run these once in "
         "each micro-batch; includes --rl-pack-sequences",
+        pairs=True,
     )
     logprob_chunk_tokens: int | None = flag(
         None,

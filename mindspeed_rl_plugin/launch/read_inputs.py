@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,18 +86,22 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
 
 
 def _announce_sharing(inputs: Inputs) -> None:
-    """Print how many tokens --rl-share-prompts will compute, for prompts of the data and two lengths of responses."""
-    rows, sizes = range(0, len(inputs.data), -(-len(inputs.data) // SAMPLED_PROMPTS)), inputs.sizes
-    prompt = round(sum(len(inputs.data.at(i).tokens) for i in rows) / len(rows))
-    limit, said = inputs.config.rollout.max_response_length, []
-    for response in (limit, -(-limit // 4)):
-        every, computed = tokens_of_group(prompt, response, sizes.members, inputs.forward.max_tokens)
+    """Print how many tokens --rl-share-prompts will compute: for pairs of the data, or for prompts of the data with
+    responses of two lengths."""
+    places = range(0, len(inputs.data), -(-len(inputs.data) // SAMPLED_PROMPTS))
+    rows, members, most = [inputs.data.at(i) for i in places], inputs.sizes.members, inputs.forward.max_tokens
+    limit, pairs = inputs.config.rollout.max_response_length, inputs.algorithm.from_pairs
+    prompt = round(statistics.fmean(len(row.prompt if pairs else row.tokens) for row in rows))
+    lengths = [round(statistics.fmean((len(row.chosen) + len(row.rejected)) / 2 for row in rows))] if pairs else None
+    said = []
+    for response in lengths or (limit, -(-limit // 4)):
+        every, computed = tokens_of_group(prompt, response, members, most)
         said.append(
-            f"{computed} instead of {every} tokens a pass if responses have {response} ({every / computed:.2f}x)"
+            f"{computed} instead of {every} tokens a pass with responses of {response} ({every / computed:.2f}x)"
         )
     say(
-        f"--rl-share-prompts: prompts have {prompt} tokens (mean of {len(rows)}); a group of {sizes.members} computes "
-        f"{', '.join(said)}; a run's metric tokens/shared counts what is saved"
+        f"--rl-share-prompts: prompts have {prompt} tokens (mean of {len(rows)}), so {members} rows compute "
+        f"{', '.join(said)}; the metric tokens/shared counts what a run saves"
     )
 
 

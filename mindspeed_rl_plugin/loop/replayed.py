@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.environment import replayed
 from mindspeed_rl_plugin.forward.call import swapped
-from mindspeed_rl_plugin.forward.fragments import common_tokens
 from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
 from mindspeed_rl_plugin.loop.rank_parts import RankParts
 from mindspeed_rl_plugin.loop.schedules.schedule import Job, RolloutSchedule
@@ -45,11 +44,7 @@ class ReplayedSchedule(RolloutSchedule):
             raise ValueError(
                 f"the dump has {len(rows)} rows, a rollout {sizes.samples}: replay with the recorded sizes"
             )
-        lengths = zip(*[iter(rows["length"].tolist())] * sizes.members, strict=True)
-        plan.lengths |= dict(zip(groups, lengths, strict=True))
-        if plan.budget is not None and plan.budget.shared:
-            tokens = zip(*[iter(row.numpy() for row in rows["tokens"].rows())] * sizes.members, strict=True)
-            plan.common |= dict(zip(groups, map(common_tokens, tokens), strict=True))
+        plan.read(groups, rows["tokens"])
         for epoch in sorted({epoch for epoch, _ in groups} - plan.rounds.keys()):  # not in the checkpoint's dock
             plan.rounds[epoch] = sizes.prompts
             job.dock.open(epoch, sizes.prompts, sizes.members)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindspeed_rl_plugin.forward import Step, TokenBudget, plan_batches, plan_tokens
-from mindspeed_rl_plugin.forward.fragments import Common, Trees
+from mindspeed_rl_plugin.forward.fragments import Common, Trees, common_tokens
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement
-from mindspeed_rl_plugin.rows import Group, SampleId
+from mindspeed_rl_plugin.rows import Group, Ragged, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats
 
 
@@ -113,16 +114,32 @@ class RolloutPlan:
         self.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
         self.common |= {group: of_group.common for group, of_group in graded.items() if of_group.common}
 
+    def read(self, groups: Sequence[Group], tokens: Ragged) -> None:
+        """Keep the same of groups whose rows are at hand. tokens: of all rows, group by group."""
+        rows = iter([row.numpy() for row in tokens.rows()])
+        for group in groups:
+            mine = list(itertools.islice(rows, self.sizes.members))
+            self.lengths[group] = tuple(map(len, mine))
+            if self.shares:
+                self.common[group] = common_tokens(mine)
+
+    @property
+    def shares(self) -> bool:
+        """Whether common first tokens of a group run once in a micro-batch."""
+        return self.budget is not None and self.budget.shared
+
+    def metrics(self) -> dict[str, float]:
+        """If they do, how many tokens a pass over the rollout does not compute again."""
+        if not self.shares:
+            return {}
+        batches = [ids for step in self.one_pass for rank in step.micro_batches for ids in rank]
+        saved = sum(sum(self._lengths(ids).values()) - self.tokens(ids) for ids in batches)
+        return {"tokens/shared": float(saved)}
+
     def tokens(self, ids: Iterable[SampleId]) -> int:
         """Tokens that the model computes for a micro-batch, without padding."""
         ids = list(ids)
         return Trees(self._lengths(ids), self.common).tokens(ids)
-
-    @property
-    def shared(self) -> int:
-        """Tokens that a pass over the rollout does not compute, since they are common to rows of a micro-batch."""
-        batches = [ids for step in self.one_pass for rank in step.micro_batches for ids in rank]
-        return sum(sum(self._lengths(ids).values()) - self.tokens(ids) for ids in batches)
 
     def _lengths(self, ids: Iterable[SampleId]) -> dict[SampleId, int]:
         return {i: self.lengths[i[:2]][i.member] for i in ids}

@@ -158,8 +158,6 @@ class RolloutSchedule(Schedule):
         job, plan, stages = self.job, self.job.plan, self.stages
         if (seconds := stages["reward"].graders.take_seconds()) is not None:
             sampling = {**sampling, **dict(zip(("reward/call_seconds", "reward/worker_seconds"), seconds, strict=True))}
-        if plan.budget is not None and plan.budget.shared:
-            sampling = {**sampling, "tokens/shared": float(plan.shared)}
         job.ranks.barrier("log-probs")
         share = plan.graded_by(job.topology.rank, plan.groups)
         work = Work(share, plan.batches(job.topology.dp_rank), plan.one_pass)
@@ -168,7 +166,7 @@ class RolloutSchedule(Schedule):
             with job.monitor.stage(name):
                 for stage in together:
                     stage.work(work)
-        return stages["measure"].run(plan.ids(plan.groups), done, transfer, sampling)
+        return stages["measure"].run(plan.ids(plan.groups), done, transfer, {**sampling, **plan.metrics()})
 
 
 class SyncSchedule(RolloutSchedule):
