@@ -278,10 +278,11 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"{packed} needs a limit of tokens; give --rl-max-tokens-per-microbatch too"
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     multiple = length_multiple(args)
-    pairs = learns_from_pairs(config.algorithm.algorithm)
-    tokens = prompt + response
-    if pairs:  # both rows of a pair are in one micro-batch
-        tokens = tokens + response if config.forward.share_prompts else 2 * tokens
+    tokens, sizes = prompt + response, early.longest(config)
+    if pairs := learns_from_pairs(config.algorithm.algorithm):  # both rows of a pair are in one micro-batch
+        shared = config.forward.share_prompts
+        tokens = tokens + response if shared else 2 * tokens
+        sizes = sizes.replace("+ ", "+ 2 x ") if shared else f"2 x ({sizes})"
     longest = -(-tokens // multiple) * multiple
     if budget is not None and pairs and not packed:
         yield (
@@ -290,9 +291,8 @@ def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
         )
     elif budget is not None and budget < longest:
         padded = f", padded to {longest}" if longest > tokens else ""
-        what = "pair of" if pairs else "row,"
         yield (
-            f"--rl-max-tokens-per-microbatch {budget} is less than the longest {what} {early.longest(config)} = "
+            f"--rl-max-tokens-per-microbatch {budget} is less than the longest {'pair' if pairs else 'row'}, {sizes} = "
             f"{tokens} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):

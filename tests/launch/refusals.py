@@ -239,6 +239,9 @@ REFUSED: dict[str, list[dict]] = {
         PACKED | dict(use_flash_attn=True, pre_tockens=65536, shape_order="SBH"),
         PACKED | {"position_embedding_type": "mrope"},
         {"--rl-share-prompts": ""},
+        DPO | {"--rl-max-tokens-per-microbatch": "128"},
+        DPO | PACKED,
+        DPO | SHARED,
         SHARED | {"masked_softmax_fusion": True},
         SHARED | {"position_embedding_type": "mrope"},
     ],
@@ -421,7 +424,7 @@ REFUSED: dict[str, list[dict]] = {
         DPO | {"--rl-schedule": "streamed"},
         DPO | {"--rl-oversample-drop": ""},
         {"--rl-critic-warmup": "3"},
-        DPO | {"--rl-max-tokens-per-microbatch": "64"},
+        DPO | {"--rl-old-logprobs": "pass"},
         DPO | {"--rl-reward": "exact"},
     ],
     "unsupported_models.unbuilt_family": [

@@ -64,6 +64,7 @@ GOOD = [
     *({"--rl-algorithm": name} for name in ("grpo", "dapo", "dr-grpo", "rloo", "reinforce++", "gspo", "cispo")),
     PACKED,
     DPO | {"--rl-dpo-loss": "ipo", "--rl-rejected-key": "worse", "kv_channels": 16},
+    DPO | SHARED | {"--rl-max-tokens-per-microbatch": "96"},
     {"--rl-filtration": "best-worst"},
     {"--rl-filtration": "best-worst", "--rl-schedule": "streamed"},
     ASYNC,
