@@ -274,22 +274,35 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
-    budget, packed = config.forward.max_tokens_per_microbatch, config.forward.pack_sequences
+    budget, packed = config.forward.max_tokens_per_microbatch, config.forward.packed_by
     if packed and budget is None:
-        yield "--rl-pack-sequences needs a limit of tokens; give --rl-max-tokens-per-microbatch too"
+        yield f"{packed} needs a limit of tokens; give --rl-max-tokens-per-microbatch too"
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     multiple = length_multiple(args)
-    longest = -(-(prompt + response) // multiple) * multiple
-    if budget is not None and budget < longest:
-        padded = f", padded to {longest}" if longest > prompt + response else ""
+    tokens, sizes = prompt + response, early.longest(config)
+    if pairs := learns_from_pairs(config.algorithm.algorithm):  # both rows of a pair are in one micro-batch
+        shared = config.forward.share_prompts
+        tokens = tokens + response if shared else 2 * tokens
+        sizes = sizes.replace("+ ", "+ 2 x ") if shared else f"2 x ({sizes})"
+    longest = -(-tokens // multiple) * multiple
+    if budget is not None and pairs and not packed:
         yield (
-            f"--rl-max-tokens-per-microbatch {budget} is less than the longest row, {early.longest(config)} = "
-            f"{prompt + response} tokens{padded}; raise it"
+            f"--rl-max-tokens-per-microbatch {budget} with --rl-algorithm dpo needs packed rows; give "
+            "--rl-pack-sequences, or remove it"
+        )
+    elif budget is not None and budget < longest:
+        padded = f", padded to {longest}" if longest > tokens else ""
+        yield (
+            f"--rl-max-tokens-per-microbatch {budget} is less than the longest {'pair' if pairs else 'row'}, {sizes} = "
+            f"{tokens} tokens{padded}; raise it"
         )
     if packed and getattr(args, "position_embedding_type", "rope") not in ("rope", "none", "learned_absolute"):
-        yield f"--rl-pack-sequences does not fit --position-embedding-type {args.position_embedding_type}; remove it"
+        yield f"{packed} does not fit --position-embedding-type {args.position_embedding_type}; remove it"
     if packed:
-        takes_boundaries(args)
+        try:
+            takes_boundaries(args)
+        except ValueError as error:
+            yield str(error).replace("--rl-pack-sequences", packed)
 
 
 def _dumps(args: Any, config: RLConfig) -> None:
@@ -323,6 +336,7 @@ CHECKS: tuple[Check, ...] = (
     early.lengths,
     _token_budget,
     upstream_checks.context_parallel,
+    upstream_checks.shared_prompts,
     upstream_checks.flash_attention,
     upstream_checks.gradients,
     upstream_checks.shared_memory,

@@ -21,6 +21,16 @@ _NO_CONTEXT_ALGORITHMS = {
 # Coefficients of auxiliary losses, and types of load balancing that have no loss.
 _AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
 _NO_BALANCE = ("none", "noaux_tc", ["none"])
+# Attributes with which a token does not attend to all of its ancestors in a tree row, and what they ask for.
+_NOT_IN_TREES = {
+    "window_size": "sliding windows",
+    "sliding_window": "sliding windows",
+    "interleave_sliding_window": "sliding windows",
+    "is_hybrid_model": "state-space layers",
+    "hybrid_layer_pattern": "state-space layers",
+    "experimental_attention_variant": "another attention",
+    "softmax_type": "attention sinks",
+}
 _ATTENTION_MODULE = "megatron.core.transformer.dot_product_attention"
 _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
 
@@ -112,6 +122,31 @@ def _latent_attention(args: Any, algorithm: str) -> Iterator[str]:
         yield (
             f"--context-parallel-algo {algorithm} with --multi-latent-attention: this MindSpeed does not exchange "
             "heads there, so a token would only attend to tokens of its own rank; give --context-parallel-size 1"
+        )
+
+
+def shared_prompts(args: Any, config: RLConfig) -> Iterator[str]:
+    """Refuses flags with which branches of a tree row would not see exactly their own ancestors, at their own
+    positions. Dropout and other embeddings than rope are refused with or without --rl-share-prompts."""
+    if not config.forward.share_prompts:
+        return
+    flag, out = "--rl-share-prompts", "or remove --rl-share-prompts"
+    if (size := args.context_parallel_size) > 1:
+        yield f"{flag} with --context-parallel-size {size} would split tree rows; give --context-parallel-size 1, {out}"
+    for name, what in _NOT_IN_TREES.items():
+        if (value := getattr(args, name, None)) not in (None, False, "", "vanilla"):
+            given = spelt(name) if value is True else f"{spelt(name)} {value}"
+            yield f"{flag} does not fit {given} ({what}); remove {spelt(name)}, {out}"
+    yarn = getattr(args, "multi_latent_attention", False) and getattr(args, "rope_type", None) != "rope"
+    if yarn and getattr(args, "apply_rope_fusion", False):
+        # From core 0.16.1 on it takes cached angles by position (multi_latent_attention.py), which no hook replaces.
+        yield f"{flag} with YaRN in latent attention needs positions that RL gives: give --no-rope-fusion, {out}"
+    backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
+    kernels = getattr(args, "transformer_impl", "local") == "transformer_engine" and not hasattr(args, "pre_tockens")
+    if kernels and backend in ("unfused", "local"):
+        yield (
+            f"{flag}: --attention-backend {backend} cannot align a causal mask at the ends of packed rows; give "
+            f"--attention-backend flash, {out}"
         )
 
 
@@ -245,6 +280,8 @@ def remarks(args: Any, config: RLConfig) -> Iterator[str]:
             f"--context-parallel-size {args.context_parallel_size} with --multi-latent-attention of MindSpeed-LLM: "
             "untested; compare with a short run without it"
         )
+    if config.forward.share_prompts and not config.forward.pack_sequences:
+        yield "--rl-share-prompts: rows are packed, as with --rl-pack-sequences"
     if added := " ".join(_auxiliary(args)):
         yield f"{added}: added to the policy's loss in each micro-batch, for prompt tokens too; with 0 it is not added"
 

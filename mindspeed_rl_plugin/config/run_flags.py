@@ -149,9 +149,18 @@ class ForwardConfig:
         "micro-batches of at most N tokens (with padding, over all context parallel ranks), not of --micro-batch-size "
         "rows; data parallel ranks get about equally many tokens (default: off)",
         unit="tokens",
+        pairs=True,
     )
     pack_sequences: bool = flag(
-        False, "concatenate the rows of a micro-batch without padding (needs --rl-max-tokens-per-microbatch)"
+        False,
+        "concatenate the rows of a micro-batch without padding (needs --rl-max-tokens-per-microbatch)",
+        pairs=True,
+    )
+    share_prompts: bool = flag(
+        False,
+        "rows of a group with the same first tokens (the prompt, and what responses have in common) run these once in "
+        "each micro-batch; includes --rl-pack-sequences",
+        pairs=True,
     )
     logprob_chunk_tokens: int | None = flag(
         None,
@@ -168,6 +177,12 @@ class ForwardConfig:
         "if a rollout serves one optimizer step and no KL reward or dump reads them, else a separate pass",
         choices=("auto", "pass"),
     )
+
+    @property
+    def packed_by(self) -> str | None:
+        """The flag because of which rows are concatenated without padding; None: they are padded."""
+        names = {"--rl-share-prompts": self.share_prompts, "--rl-pack-sequences": self.pack_sequences}
+        return next((name for name, given in names.items() if given), None)
 
 
 @dataclass(frozen=True)

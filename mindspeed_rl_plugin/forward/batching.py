@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.forward.fragments import Common, Trees
+from mindspeed_rl_plugin.rows import Group, SampleId
 
 MicroBatchIds = tuple[SampleId, ...]
 Near = Mapping[SampleId, Collection[int]]  # row -> data parallel ranks on the machine that has it
@@ -66,6 +67,13 @@ class TokenBudget:
     packed: bool = False  # rows of a micro-batch are concatenated without padding
     multiple: int = 1  # padded lengths are multiples of this number
     rounds_of: int = 1  # the number of micro-batches is a multiple of this number (interleaved pipelines)
+    shared: bool = False  # packed: rows of a group run their common first tokens once in a micro-batch
+    whole: bool = False  # groups, which are preference pairs, are not divided
+
+    @property
+    def unit(self) -> str:
+        """What is never divided, as a word for messages."""
+        return "pair" if self.whole else "row"
 
     def cost(self, lengths: Sequence[int]) -> int:
         """Tokens that the model computes for a micro-batch with rows of these lengths."""
@@ -80,32 +88,85 @@ def padded(length: int, multiple: int) -> int:
 
 
 def plan_tokens(
-    plan: Sequence[Step], lengths: Mapping[SampleId, int], budget: TokenBudget, near: Near | None = None
+    plan: Sequence[Step],
+    lengths: Mapping[SampleId, int],
+    budget: TokenBudget,
+    near: Near | None = None,
+    common: Mapping[Group, Common] | None = None,
 ) -> list[Step]:
     """Divide the rows of each step again: among ranks, balanced by tokens, and into micro-batches within a budget.
 
     plan: result of `plan_batches`; each step keeps its rows.
     lengths: tokens of each row; near: ranks that should preferably get a row.
+    common: with `budget.shared` the tokens that rows of a group share; a group that is not in it shares nothing.
     Every rank gets the same number of rows, and the same number of micro-batches: the smallest multiple of `rounds_of`
     that suffices for all ranks. With `near` the fullest rank has at most (1 + SLACK) x the tokens that it has
     without. All ranks get the same result. Raises ValueError for a row above the budget, or too few rows.
     """
-    return [_dealt(step, lengths, budget, near) for step in plan]
+    trees = Trees(lengths, common or {}) if budget.shared or budget.whole else None
+    if trees is None:
+        return [_dealt(step, lengths, budget, near) for step in plan]
+    return [_dealt_trees(step, trees, budget, near) for step in plan]
 
 
 def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, near: Near | None) -> Step:
     ranks = _balanced(sorted(step.ids, key=lambda i: (-lengths[i], i)), lengths, len(step.micro_batches))
     if near is not None:
         ranks = _nearer(ranks, lengths, near)
-    filled = [_fill(rows, lengths, budget) for rows in ranks]
-    count = max(map(len, filled))
-    count = min(-(-count // budget.rounds_of) * budget.rounds_of, len(ranks[0]))
+
+    def halves(batch: MicroBatchIds) -> list[MicroBatchIds]:
+        half = -(-len(batch) // 2)
+        return [batch[:half], batch[half:]]
+
+    filled = [list(map(tuple, _fill(rows, lengths, budget))) for rows in ranks]
+    return _equalled(filled, lambda batch: budget.cost([lengths[i] for i in batch]), len, halves, budget)
+
+
+def _dealt_trees(step: Step, trees: Trees, budget: TokenBudget, near: Near | None) -> Step:
+    """As `_dealt`, by fragments of groups."""
+    parts = trees.dealt(step.ids, len(step.micro_batches), budget.whole)
+    sizes = {rows: trees.tokens(rows) for part in parts for rows in part}
+    if near is not None and len({len(rows) for rows in sizes}) == 1:  # else they cannot be swapped
+        parts = _nearer(parts, sizes, {rows: near[rows[0]] for rows in sizes})
+
+    def filled(part: list[MicroBatchIds]) -> list[MicroBatchIds]:
+        ids = [i for rows in part for i in rows]
+        units = list(trees.units(ids, lambda size: budget.whole or budget.cost([size]) <= budget.tokens))
+        costs = {rows: trees.tokens(rows) for rows in units}
+        units.sort(key=lambda rows: (-costs[rows], rows))
+        return [tuple(sorted(i for rows in batch for i in rows)) for batch in _fill(units, costs, budget)]
+
+    def count(batch: MicroBatchIds) -> int:
+        return len({i[:2] for i in batch} if budget.whole else batch)
+
+    def halves(batch: MicroBatchIds) -> list[MicroBatchIds]:
+        return [tuple(sorted(rows)) for rows in trees.halved(batch, budget.whole)]
+
+    return _equalled([filled(p) for p in parts], lambda b: budget.cost([trees.tokens(b)]), count, halves, budget)
+
+
+def _equalled(
+    filled: list[list[MicroBatchIds]],
+    cost: Callable[[MicroBatchIds], int],
+    parts: Callable[[MicroBatchIds], int],
+    halves: Callable[[MicroBatchIds], list[MicroBatchIds]],
+    budget: TokenBudget,
+) -> Step:
+    """The step, with equally many micro-batches on each rank: repeatedly halves a rank's costliest micro-batch that has
+    several parts. parts: number of rows, or of groups that are not divided."""
+    count, most = max(map(len, filled)), sum(map(parts, filled[0]))
+    count = min(-(-count // budget.rounds_of) * budget.rounds_of, most)
     if count % budget.rounds_of:
         raise ValueError(
-            f"{len(ranks[0])} rows of an optimizer step on one rank cannot make a number of micro-batches that is a "
+            f"{most} {budget.unit}s of an optimizer step on one rank cannot make a number of micro-batches that is a "
             f"multiple of the {budget.rounds_of} pipeline stages; raise --global-batch-size"
         )
-    return Step(tuple(tuple(map(tuple, _split(batches, count, lengths, budget))) for batches in filled))
+    for batches in filled:
+        while len(batches) < count:
+            cut = max((b for b in batches if parts(b) > 1), key=lambda b: (cost(b), -batches.index(b)))
+            at = batches.index(cut)
+            batches[at : at + 1] = halves(cut)
+    return Step(tuple(map(tuple, filled)))
 
 
 def _balanced(
@@ -172,8 +233,8 @@ def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: Tok
     for row in rows:
         if budget.cost([lengths[row]]) > budget.tokens:
             raise ValueError(
-                f"a row has {lengths[row]} tokens, more than --rl-max-tokens-per-microbatch {budget.tokens}; raise it, "
-                "or lower the limits of prompt and response"
+                f"a {budget.unit} has {lengths[row]} tokens, more than --rl-max-tokens-per-microbatch {budget.tokens}; "
+                "raise it, or lower the limits of prompt and response"
             )
         fits = (b for b in batches if budget.cost([lengths[i] for i in (*b, row)]) <= budget.tokens)
         batch = next(fits, None)
@@ -181,18 +242,4 @@ def _fill(rows: Sequence[SampleId], lengths: Mapping[SampleId, int], budget: Tok
             batches.append([row])
         else:
             batch.append(row)
-    return batches
-
-
-def _split(
-    batches: list[list[SampleId]], count: int, lengths: Mapping[SampleId, int], budget: TokenBudget
-) -> list[list[SampleId]]:
-    """The same rows in `count` micro-batches: repeatedly halves the costliest micro-batch that has several rows."""
-    batches = [list(batch) for batch in batches]
-    while len(batches) < count:
-        cut = max(
-            (b for b in batches if len(b) > 1), key=lambda b: (budget.cost([lengths[i] for i in b]), -batches.index(b))
-        )
-        half = -(-len(cut) // 2)
-        batches[batches.index(cut) : batches.index(cut) + 1] = [cut[:half], cut[half:]]
     return batches

@@ -34,6 +34,7 @@ class ForwardSettings:
     packed: bool = False  # rows are concatenated without padding
     bounded: bool = False  # the attention itself takes the boundaries of packed rows; else it is called for each row
     rounds_of: int = 1  # with `max_tokens` the number of micro-batches is a multiple of this number
+    shared: bool = False  # packed: rows of a group run their common first tokens once
 
     def __post_init__(self) -> None:
         if self.seq_length % self.multiple:
@@ -52,6 +53,7 @@ class ForwardSettings:
         chunk_tokens: int | None = None,
         max_tokens: int | None = None,
         packed: bool = False,
+        shared: bool = False,
     ) -> ForwardSettings:
         """Settings of this job. args: Megatron's, validated; chunk_tokens: if None, the default. Raises ValueError for
         settings that cannot run; `checks` has already checked combinations of flags."""
@@ -76,6 +78,7 @@ class ForwardSettings:
             rounds_of=args.pipeline_model_parallel_size
             if getattr(args, "virtual_pipeline_model_parallel_size", None)
             else 1,
+            shared=shared,
         )
 
     @property
@@ -83,7 +86,7 @@ class ForwardSettings:
         """The limits of micro-batches by tokens; None: micro-batches have a fixed number of rows."""
         if self.max_tokens is None:
             return None
-        return TokenBudget(self.max_tokens, self.packed, self.multiple, self.rounds_of)
+        return TokenBudget(self.max_tokens, self.packed, self.multiple, self.rounds_of, self.shared)
 
     def padded_length(self, longest: int) -> int:
         """Padded length S of a micro-batch whose longest row has `longest` tokens. Raises ValueError for a row longer

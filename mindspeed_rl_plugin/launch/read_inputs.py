@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from mindspeed_rl_plugin.episodes.episode_kind import response_kind
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.external_engines import check_servers
 from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
-from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of
+from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of, tokens_of_group
 from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.prompts import PairRenderer, PairStream, PromptStream, Renderer
@@ -33,6 +34,8 @@ from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.stages.prompts import meta_of
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.user import load_stages, try_once
+
+SAMPLED_PROMPTS = 64  # prompts of the data, evenly spaced, whose mean length is printed with --rl-share-prompts
 
 
 def read_inputs(args: argparse.Namespace) -> Inputs:
@@ -51,7 +54,8 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         temperature=config.rollout.temperature,
         chunk_tokens=config.forward.logprob_chunk_tokens,
         max_tokens=config.forward.max_tokens_per_microbatch,
-        packed=config.forward.pack_sequences,
+        packed=config.forward.packed_by is not None,
+        shared=config.forward.share_prompts,
     )
     run = os.path.abspath(config.monitor.directory(args.save))
     responses = ONE_TURN if algorithm.from_pairs else response_kind(config, path, tokenizer, run)
@@ -74,9 +78,31 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         responses=responses,
     )
     inputs = inputs if algorithm.from_pairs else _to_sample(inputs, ends)
+    if forward.shared:
+        _announce_sharing(inputs)
     if config.monitor.trace:
         _check_trace(Traced.parse(config.monitor.trace), inputs)
     return inputs
+
+
+def _announce_sharing(inputs: Inputs) -> None:
+    """Print how many tokens --rl-share-prompts will compute: for pairs of the data, or for prompts of the data with
+    responses of two lengths."""
+    places = range(0, len(inputs.data), -(-len(inputs.data) // SAMPLED_PROMPTS))
+    rows, members, most = [inputs.data.at(i) for i in places], inputs.sizes.members, inputs.forward.max_tokens
+    limit, pairs = inputs.config.rollout.max_response_length, inputs.algorithm.from_pairs
+    prompt = round(statistics.fmean(len(row.prompt if pairs else row.tokens) for row in rows))
+    lengths = [round(statistics.fmean((len(row.chosen) + len(row.rejected)) / 2 for row in rows))] if pairs else None
+    said = []
+    for response in lengths or (limit, -(-limit // 4)):
+        every, computed = tokens_of_group(prompt, response, members, most)
+        said.append(
+            f"{computed} instead of {every} tokens a pass with responses of {response} ({every / computed:.2f}x)"
+        )
+    say(
+        f"--rl-share-prompts: prompts have {prompt} tokens (mean of {len(rows)}), so {members} rows compute "
+        f"{', '.join(said)}; the metric tokens/shared counts what a run saves"
+    )
 
 
 def _check_trace(traced: Traced, inputs: Inputs) -> None:

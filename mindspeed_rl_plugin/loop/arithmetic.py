@@ -65,10 +65,11 @@ class Arithmetic:
         ]
 
     def _of_pairs(self) -> list[tuple[str, int, str]]:
+        micro = f"--micro-batch-size {self.micro_batch} / 2"
         return [
             ("sequences per optimizer step", self.global_batch, "--global-batch-size, two per pair"),
             ("pairs per optimizer step", self.prompts, f"{self.global_batch} / 2"),
-            ("pairs per micro-batch", self.micro_batch // 2, f"--micro-batch-size {self.micro_batch} / 2"),
+            *(() if self.max_tokens else (("pairs per micro-batch", self.micro_batch // 2, micro),)),
             self._cut(),
             ("pairs of the run", self.train_iters * self.prompts, f"{self.train_iters} optimizer steps"),
         ]
@@ -85,6 +86,13 @@ class Arithmetic:
         return f", {left} for the last" if left else ""
 
 
+def tokens_of_group(prompt: int, response: int, members: int, budget: int) -> tuple[int, int]:
+    """Tokens of the rows of a group, and tokens that --rl-share-prompts computes for them in micro-batches of at most
+    `budget` tokens: the prompt once in each. prompt, response: tokens of each row."""
+    together = max((budget - prompt) // max(response, 1), 1)
+    return members * (prompt + response), -(-members // together) * prompt + members * response
+
+
 def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
     """Check, before Megatron validates its arguments, that --global-batch-size is a multiple of --micro-batch-size x
     data parallel ranks. Missing or invalid sizes are left to Megatron's check. trainers: text for the error, which
@@ -98,7 +106,9 @@ def check_batch(args: argparse.Namespace, trainers: str = "") -> None:
         _check_split(batch, micro, ranks, trainers)
 
 
-def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int) -> Arithmetic:
+def derive_pairs(
+    *, global_batch: int, micro_batch: int, data_parallel: int, train_iters: int, max_tokens: int | None = None
+) -> Arithmetic:
     """Sizes for pairs. Raises ValueError, with value, limit and fix, if a batch cannot be divided or cuts a pair."""
     if micro_batch % 2:
         raise ValueError(
@@ -106,7 +116,7 @@ def derive_pairs(*, global_batch: int, micro_batch: int, data_parallel: int, tra
             "and the rejected answer of a pair; give an even number"
         )
     _check_split(global_batch, micro_batch, data_parallel)
-    return Arithmetic(global_batch // 2, 2, global_batch, 1, micro_batch, data_parallel, None, train_iters)
+    return Arithmetic(global_batch // 2, 2, global_batch, 1, micro_batch, data_parallel, None, train_iters, max_tokens)
 
 
 def derive(
@@ -154,7 +164,7 @@ def arithmetic_of(args: Any) -> Arithmetic:
         "train_iters": args.train_iters,
     }
     if learns_from_pairs(args.rl_algorithm):
-        return derive_pairs(**of_megatron)
+        return derive_pairs(**of_megatron, max_tokens=args.rl_max_tokens_per_microbatch)
     return derive(RLConfig.from_args(args), args.world_size, **of_megatron)
 
 

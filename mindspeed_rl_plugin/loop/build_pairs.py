@@ -72,8 +72,9 @@ class PairSchedule(Schedule):
         if job.due(done):
             self.evaluate(done)
         rows = job.admit(self.pairs)
+        plan.read(plan.round, rows["tokens"])
         plan.use(plan.round, plan.plan(plan.round))
-        return Rollout({}, int(rows["tokens"].offsets[-1]))
+        return Rollout(plan.metrics(), int(rows["tokens"].offsets[-1]))
 
     def evaluate(self, done: int) -> None:
         with self.job.monitor.stage("evaluate"):

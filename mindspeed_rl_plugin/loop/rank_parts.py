@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl_plugin.loop.docks import Docks, place
@@ -32,7 +32,7 @@ class RankParts:
         topology = Topology.from_megatron(1 if flags.apart or pairs else inputs.config.rollout.generate_tp, model)
         ranks = Collectives(inputs.config.monitor.wait_timeout)
         mixed = inputs.algorithm.dynamic_sampling or flags.partial  # a rollout has groups of several epochs
-        budget = None if pairs else inputs.forward.budget
+        budget = inputs.forward.budget and replace(inputs.forward.budget, whole=pairs)
         plan = RolloutPlan(inputs.sizes, place(topology, ranks.group), budget, mixed)
         if not pairs:
             inputs.dock_size().check_placed(plan.owners_of_round())

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
+from mindspeed_rl_plugin.config.run_flags import ForwardConfig
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
@@ -14,7 +15,7 @@ from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.table import RENAMED
 
 
-def cut(sizes: Arithmetic, algorithm: Algorithm, max_tokens: int | None) -> dict[str, int | str | None]:
+def cut(sizes: Arithmetic, algorithm: Algorithm, forward: ForwardConfig) -> dict[str, int | str | None]:
     """Settings that determine the division of a rollout into optimizer steps and the contents of its rows. They cannot
     change in the middle of a rollout."""
     return {
@@ -23,7 +24,8 @@ def cut(sizes: Arithmetic, algorithm: Algorithm, max_tokens: int | None) -> dict
         "--global-batch-size": sizes.global_batch,
         "--rl-ppo-epochs": sizes.epochs,
         "--rl-advantage": algorithm.advantage,
-        "--rl-max-tokens-per-microbatch": max_tokens,
+        "--rl-max-tokens-per-microbatch": forward.max_tokens_per_microbatch,
+        "--rl-share-prompts": forward.share_prompts or None,  # older checkpoints have no value
     }
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindspeed_rl_plugin.forward import Step, TokenBudget, plan_batches, plan_tokens
+from mindspeed_rl_plugin.forward.fragments import Common, Trees, common_tokens
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement
-from mindspeed_rl_plugin.rows import Group, SampleId
+from mindspeed_rl_plugin.rows import Group, Ragged, SampleId
+from mindspeed_rl_plugin.stages.groups import GroupStats
 
 
 def of_epoch(epoch: int, groups: int) -> tuple[Group, ...]:
@@ -41,6 +44,7 @@ class RolloutPlan:
     groups: of the rollout, in training order.
     deferred: groups that are sampled, graded and kept in the dock for the next rollout.
     lengths: group -> number of tokens of each row, prompt included; for `groups`, `deferred` and groups just graded.
+    common: for the same groups, which first tokens their rows share; only if the budget says that these run once.
     steps: remaining optimizer steps.
     rounds: epoch -> number of its groups; an epoch that is missing here has as many as a rollout.
     sizes: of a rollout.
@@ -59,6 +63,7 @@ class RolloutPlan:
         self.groups: tuple[Group, ...] = ()
         self.deferred: tuple[Group, ...] = ()
         self.lengths: dict[Group, tuple[int, ...]] = {}
+        self.common: dict[Group, Common] = {}
         self.steps: list[Step] = []
         self.rounds: dict[int, int] = {}
         self.one_pass: list[Step] = []  # optimizer steps of one pass over the rollout
@@ -102,13 +107,50 @@ class RolloutPlan:
             return self.placement.near(plan, self.owner) if self.near else plan
         ids = self.ids(groups)
         near = {i: self.placement.trainers[self.owner(i[:2])] for i in ids}
-        return plan_tokens(plan, {i: self.lengths[i[:2]][i.member] for i in ids}, self.budget, near)
+        return plan_tokens(plan, self._lengths(ids), self.budget, near, self.common)
+
+    def measured(self, graded: Mapping[Group, GroupStats]) -> None:
+        """Keep lengths and common tokens of groups that are graded now."""
+        self.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
+        self.common |= {group: of_group.common for group, of_group in graded.items() if of_group.common}
+
+    def read(self, groups: Sequence[Group], tokens: Ragged) -> None:
+        """Keep the same of groups whose rows are at hand. tokens: of all rows, group by group."""
+        rows = iter([row.numpy() for row in tokens.rows()])
+        for group in groups:
+            mine = list(itertools.islice(rows, self.sizes.members))
+            self.lengths[group] = tuple(map(len, mine))
+            if self.shares:
+                self.common[group] = common_tokens(mine)
+
+    @property
+    def shares(self) -> bool:
+        """Whether common first tokens of a group run once in a micro-batch."""
+        return self.budget is not None and self.budget.shared
+
+    def metrics(self) -> dict[str, float]:
+        """If they do, how many tokens a pass over the rollout does not compute again."""
+        if not self.shares:
+            return {}
+        batches = [ids for step in self.one_pass for rank in step.micro_batches for ids in rank]
+        saved = sum(sum(self._lengths(ids).values()) - self.tokens(ids) for ids in batches)
+        return {"tokens/shared": float(saved)}
+
+    def tokens(self, ids: Iterable[SampleId]) -> int:
+        """Tokens that the model computes for a micro-batch, without padding."""
+        ids = list(ids)
+        return Trees(self._lengths(ids), self.common).tokens(ids)
+
+    def _lengths(self, ids: Iterable[SampleId]) -> dict[SampleId, int]:
+        return {i: self.lengths[i[:2]][i.member] for i in ids}
 
     def use(self, groups: Sequence[Group], steps: Sequence[Step]) -> None:
         """Train on these groups next; steps: result of `plan`."""
         self.groups, self.one_pass = tuple(groups), list(steps)
         self.steps = self.one_pass * self.sizes.epochs
-        self.lengths = {g: self.lengths[g] for g in (*self.groups, *self.deferred) if g in self.lengths}
+        kept = (*self.groups, *self.deferred)
+        self.lengths = {g: self.lengths[g] for g in kept if g in self.lengths}
+        self.common = {g: self.common[g] for g in kept if g in self.common}
 
     def next_step(self, dp_rank: int) -> tuple[tuple[tuple[SampleId, ...], ...], int, bool]:
         """A data parallel rank's micro-batches of the next optimizer step, the number of earlier steps of the rollout,
@@ -161,6 +203,7 @@ class RolloutPlan:
             "groups": list(map(list, self.groups)),
             "carried": list(map(list, self.deferred)),
             "lengths": [list(self.lengths.get(group, ())) for group in (*self.groups, *self.deferred)],
+            "common": [list(map(list, self.common.get(group, ()))) for group in (*self.groups, *self.deferred)],
             "steps_left": len(self.steps),
         }
 
@@ -170,7 +213,11 @@ class RolloutPlan:
         self.epoch, self.queue = state["epoch"], [(epoch, groups) for epoch, groups in state.get("queue", ())]
         self.opened = state.get("opened", self.epoch)
         self.groups, self.deferred = (tuple(map(tuple, state[name])) for name in ("groups", "carried"))
-        self.lengths = dict(zip((*self.groups, *self.deferred), map(tuple, state["lengths"]), strict=True))
+        kept = (*self.groups, *self.deferred)
+        self.lengths = dict(zip(kept, map(tuple, state["lengths"]), strict=True))
+        # A checkpoint of an older version, or without --rl-share-prompts, has none: these groups then share nothing.
+        common = zip(kept, state.get("common", ()), strict=False)
+        self.common = {group: tuple(map(tuple, members)) for group, members in common if members}
 
     def resume(self, left: int) -> None:
         """Continue the rollout in use, with so many optimizer steps left."""

@@ -138,7 +138,7 @@ class Run:
                 self.loop.job.dock.close()
 
     def _cut(self) -> dict[str, Any]:
-        return resume.cut(self.inputs.sizes, self.inputs.algorithm, self.inputs.forward.max_tokens)
+        return resume.cut(self.inputs.sizes, self.inputs.algorithm, self.inputs.config.forward)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.inputs.data.load_state(state["cursor"])

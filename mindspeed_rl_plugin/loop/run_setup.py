@@ -28,6 +28,7 @@ class Setup:
     rounds: int = 0  # of dynamic sampling, 0 without it
     trainer_ranks: int = 1  # of one trainer, which is one data parallel replica
     engine_ranks: int = 1  # of one engine
+    shared: bool = False  # common first tokens of a group run once in a micro-batch
     old_read: bool = False  # result of `reads_old_logps`
     ruled_out: Mapping[str, str] = field(default_factory=dict)  # schedules that other flags exclude, each with the flag
 
@@ -49,6 +50,7 @@ class Setup:
             rounds=config.algorithm.dynamic_sampling_rounds if algorithm.dynamic_sampling else 0,
             trainer_ranks=ranks // sizes.data_parallel,
             engine_ranks=who.tp if schedule.apart and who.engines else tp,
+            shared=config.forward.share_prompts,
             old_read=reads_old_logps(config, algorithm),
             ruled_out=_ruled_out(config, algorithm),
         )

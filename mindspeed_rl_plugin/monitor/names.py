@@ -93,6 +93,10 @@ _UNITS_AND_TEXTS = {
     "critic/lr": ("", "learning rate of the critic"),
     "trained/tokens": ("tokens", "response tokens in the loss"),
     "trained/sequences": ("samples", "responses in the loss; under filtration with repeats"),
+    "tokens/shared": (
+        "tokens",
+        "prompt and response tokens that a pass does not compute again (--rl-share-prompts)",
+    ),
     "grad_norm": ("", "gradient norm before clipping"),
     "lr": ("", "learning rate of this step; Megatron's log line has that of the next step"),
     "tokens_per_second": ("tokens/s", "prompt and response tokens per second and device"),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.forward import Step
+from mindspeed_rl_plugin.forward.fragments import Common, common_tokens
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -29,7 +30,10 @@ class Groups(Stage):
 
     def run(self, ids: Sequence[SampleId]) -> Mapping[Group, GroupStats]:
         """Statistics of all ranks' groups. ids: of this rank's groups, maybe none. Collective."""
-        parts = self.context.ranks.gather((group_stats(self.look(ids)), self.context.graders.take_failures()))
+        rows = self.look(ids)
+        if self.context.config.forward.share_prompts:
+            rows = rows.with_columns(**self.dock.read(ids, ["tokens"]).columns)
+        parts = self.context.ranks.gather((group_stats(rows), self.context.graders.take_failures()))
         self.failures.add([failed for _, failed in parts], show=self.context.leader)
         return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
 
@@ -55,6 +59,7 @@ class GroupStats:
     lengths: tuple[int, ...] = ()  # tokens of each sample, by member
     errors: int = 0  # samples on which a grader failed
     empty: bool = False  # a user's stage left no row to train on
+    common: Common = ()  # tokens that its rows share, if there are tokens
 
     @property
     def idle(self) -> bool:
@@ -75,7 +80,8 @@ class Selection:
 
 
 def group_stats(rows: Rows) -> dict[Group, GroupStats]:
-    """Statistics of complete groups from the columns of `SPEC`; `reward` is the task reward, before any penalty."""
+    """Statistics of complete groups from the columns of `SPEC`, and maybe `tokens`; `reward` is the task reward, before
+    any penalty."""
     members: dict[Group, list[int]] = {}
     for i, sample in enumerate(rows.ids):
         members.setdefault(sample[:2], []).append(i)
@@ -83,13 +89,15 @@ def group_stats(rows: Rows) -> dict[Group, GroupStats]:
     for group, mine in members.items():
         reward, broken = rows["reward"][mine].double(), not bool(rows["graded"][mine].all())
         empty = "valid" in rows.columns and not bool(rows["valid"][mine].any())
+        in_order = sorted(mine, key=rows.ids.__getitem__)
         stats[group] = GroupStats(
             broken,
             signal=bool(reward.min() < reward.max()) and not broken and not empty,
             reward=float(reward.mean()),
-            lengths=tuple(rows["length"][sorted(mine, key=rows.ids.__getitem__)].tolist()),
+            lengths=tuple(rows["length"][in_order].tolist()),
             errors=int(rows["grader_error"][mine].sum()),
             empty=empty,
+            common=common_tokens([rows["tokens"].row(i).numpy() for i in in_order]) if "tokens" in rows.columns else (),
         )
     return stats
 

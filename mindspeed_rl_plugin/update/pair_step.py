@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.algorithms.pair_losses import PairBatch, pair_terms
@@ -77,5 +78,14 @@ class PairStep(MegatronStep):
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:
         logp, _ = head_of(output, batch, self.settings)
-        total, tally = pair_objective(self.algorithm, logp, batch.mask, self._references[batch.index])
+        logp, mask = (_by_row(each, batch) for each in (logp, batch.mask))
+        total, tally = pair_objective(self.algorithm, logp, mask, self._references[batch.index])
         return self._result(batch, total / self._pairs, tally)
+
+
+def _by_row(values: Tensor, batch: MicroBatch) -> Tensor:
+    """`[2 * p, S]`, padded with 0; packed values `[1, S]` are divided into their rows."""
+    if batch.segments is None:
+        return values
+    rows = values[0, : int(batch.lengths.sum())].split(batch.lengths.tolist())
+    return pad_sequence(rows, batch_first=True)

@@ -8,6 +8,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -126,6 +127,7 @@ LIMITED |= dict(moe_router_load_balancing_type="group_limited_greedy", moe_route
 LIMITED |= dict(moe_aux_loss_coeff=0.003, expert_model_parallel_size=2, moe_router_pre_softmax=True)
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
+SHARED = {"--rl-max-tokens-per-microbatch": "64", "--rl-share-prompts": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 MINDSPEED = CP2 | {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
 ULYSSES, LOCAL = MINDSPEED | {"context_parallel_algo": "ulysses_cp_algo"}, {"transformer_impl": "local"}
@@ -238,6 +240,12 @@ REFUSED: dict[str, list[dict]] = {
         PACKED | {"transformer_impl": "inference_optimized"},
         PACKED | dict(use_flash_attn=True, pre_tockens=65536, shape_order="SBH"),
         PACKED | {"position_embedding_type": "mrope"},
+        {"--rl-share-prompts": ""},
+        DPO | {"--rl-max-tokens-per-microbatch": "128"},
+        DPO | PACKED,
+        DPO | SHARED,
+        SHARED | {"masked_softmax_fusion": True},
+        SHARED | {"position_embedding_type": "mrope"},
     ],
     "flag_checks._one_profiler": [
         {"--rl-trace": "12-13", "use_pytorch_profiler": True, "profile": True, **PROFILED_STEPS},
@@ -336,6 +344,14 @@ REFUSED: dict[str, list[dict]] = {
         CP2 | {"hybrid_context_parallel": True},
         {"context_parallel_size": 2},
     ],
+    "upstream_checks.shared_prompts": [
+        ULYSSES | SHARED | {"transformer_impl": "local"},
+        SHARED | {"window_size": (128, 0)},
+        SHARED | {"hybrid_layer_pattern": "M*-"},
+        SHARED | {"softmax_type": "learnable"},
+        DEEPSEEK | SHARED | dict(rope_type="yarn", rotary_scaling_factor=1.0, apply_rope_fusion=True),
+        SHARED | dict(transformer_impl="transformer_engine", attention_backend=SimpleNamespace(name="unfused")),
+    ],
     "upstream_checks.gradients": [
         dict(recompute_in_bubble=True, calculate_per_token_loss=True),
         dict(mtp_num_layers=1, pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=False),
@@ -413,7 +429,7 @@ REFUSED: dict[str, list[dict]] = {
         DPO | {"--rl-schedule": "streamed"},
         DPO | {"--rl-oversample-drop": ""},
         {"--rl-critic-warmup": "3"},
-        DPO | {"--rl-max-tokens-per-microbatch": "64"},
+        DPO | {"--rl-old-logprobs": "pass"},
         DPO | {"--rl-reward": "exact"},
     ],
     "unsupported_models.unbuilt_family": [

@@ -45,7 +45,10 @@ BY_HAND = {
 # What one process cannot try: other files, other programs.
 ELSEWHERE = "give the directory of a Megatron checkpoint|give --rl-engine-url|start with -m|make mindspeed_rl_plugin"
 NAMES = set(flag_names())
-DERIVED = {"--num-layers-per-virtual-pipeline-stage": "virtual_pipeline_model_parallel_size"}
+DERIVED = {
+    "--num-layers-per-virtual-pipeline-stage": "virtual_pipeline_model_parallel_size",
+    "--no-rope-fusion": "no_apply_rope_fusion",
+}
 # Families that are not built are not listed: no argument makes one of them another.
 ROWS = [changes for rule, rows in REFUSED.items() if "unbuilt" not in rule for changes in rows]
 

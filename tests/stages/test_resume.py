@@ -125,6 +125,11 @@ def test_owners_of_a_former_start_on_several_machines() -> None:
         ((), ("--rl-kl-loss-coef", "0.05"), "no logp_ref: --rl-kl-loss-coef was 0.0, now 0.05"),
         ((), ("--rl-kl-reward-coef", "0.1"), "no logp_ref: --rl-kl-reward-coef was 0.0, now 0.1"),
         ((), ("--rl-filtration", "best-worst"), "no multiplicity: --rl-filtration was none, now best-.* iteration 4"),
+        (
+            (),
+            ("--rl-max-tokens-per-microbatch", "64", "--rl-share-prompts"),
+            "--rl-share-prompts was None, now True: .* iteration 4",
+        ),
         ((), ("--rl-ppo-epochs", "2"), "1 optimizer steps left, and --rl-ppo-epochs was 1, now 2: .* iteration 4"),
     ],
 )

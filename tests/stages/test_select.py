@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_rl_plugin.forward import plan_batches
 from mindspeed_rl_plugin.loop.rollout_plan import by_epoch, samples
-from mindspeed_rl_plugin.rows import Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats, Rounds, choose, group_stats, idle_steps
 from mindspeed_rl_plugin.stages.select import valid_rows
 
@@ -75,6 +75,10 @@ def test_group_statistics_are_of_task_rewards_and_by_id():
     assert [left[g].empty for g in ((4, 1), (5, 0), (5, 1))] == [False, True, False]
     assert left[4, 1].signal and left[5, 0].idle
     assert group_stats(Rows(())) == {}
+    tokens = [[7, 1, 4], [7, 1, 3, 9], [7], [7, 8], [5], [5]]
+    tokens = Ragged.from_rows([torch.tensor(tokens[i], dtype=torch.int32) for i in order])
+    shared = [of_group.common for of_group in group_stats(rows.with_columns(tokens=tokens)).values()]
+    assert sorted(shared) == [((0, 0), (1, 1)), ((0, 0), (1, 1)), ((1, 0), (0, 2))], "in the order of tokens"
 
 
 def test_groups_are_planned_in_the_given_order():

@@ -46,6 +46,16 @@ def test_sync_is_the_sum_of_its_parts():
     assert several.iteration == pytest.approx(several.rollout / 2)
 
 
+@pytest.mark.parametrize(("budget", "fragments"), [(10_000, 1), (550, 2)])
+def test_a_prompt_that_is_shared_is_trained_once_in_each_micro_batch(budget, fragments):
+    prompt, ranks = 300, 2
+    rows = setup("sync", ranks, 1, prompt_tokens=prompt, limit=TOKENS)
+    rows = dataclasses.replace(rows, sizes=dataclasses.replace(rows.sizes, max_tokens=budget))
+    every, shared = (simulate(dataclasses.replace(rows, shared=on), COSTS, ALIKE).rollout for on in (False, True))
+    computed = PROMPTS * (fragments * prompt + MEMBERS * TOKENS)
+    assert every - shared == pytest.approx(0.001 * (ROWS * (prompt + TOKENS) - computed) / ranks)
+
+
 def test_sync_waits_for_the_longest_response_and_the_slower_engine():
     lengths = recorded([[50], [50], [50], [400]])
     outcome = simulate(setup("sync", 1, 2), COSTS, Responses(lengths))  # rows 0..3 and 4..7: one long group each

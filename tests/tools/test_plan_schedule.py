@@ -103,6 +103,16 @@ def test_what_flags_exclude_is_not_advised(tmp_path, said, more, tried, flag):
     assert f"note    {flag} excludes --rl-schedule async\n" in out and "use --rl-schedule async" not in out
 
 
+def test_a_script_that_shares_prompts_says_what_this_saves(tmp_path, said):
+    flags = "--rl-share-prompts --rl-max-tokens-per-microbatch 4096"
+    words = ("--prompt-tokens", 512, "--response-tokens", 64, "--tail", 0)
+    out = said(script(tmp_path, flags), *words)
+    assert "shared  a group of 8 computes 1024 instead of 4608 tokens a pass: prompts of 512, responses of 64" in out
+    plain = said(script(tmp_path), *words)
+    assert "shared  " not in plain
+    assert float(table(out)[0][1]) < float(table(plain)[0][1]), "seconds of an iteration of sync"
+
+
 def test_a_run_gives_the_costs_and_the_table_an_advice(tmp_path, said):
     folder = run_of(tmp_path / "rl")
     out = said("--from", folder, "--world", 4)

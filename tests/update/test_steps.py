@@ -103,6 +103,7 @@ TWO_RANKS = {
     "pairs": case(2, variants=PAIRS, want="pairs by loops"),
     "pairs, chunks": case(4, variants=PAIRS, want="pairs", chunk=7),
     "pairs, per token loss": case(2, PER_TOKEN, PAIRS, want="pairs"),
+    "pairs, packed": case(2, variants=PAIRS, want="pairs", budget=40, packed=True),
     "pairs, ranks forgotten": case(2, variants=PAIRS, want=None, mode="forgotten ranks"),
 }
 ORDINARY = {**ONE_RANK, **TWO_RANKS}

@@ -127,7 +127,7 @@ class RolloutSchedule(Schedule):
         self.stages["groups"].begin()
         while True:
             graded = self._round()
-            plan.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
+            plan.measured(graded)
             complete, selection = rounds.add(graded), rounds.selection
             self._drop(selection.dropped)
             plan.deferred = selection.deferred
@@ -166,7 +166,7 @@ class RolloutSchedule(Schedule):
             with job.monitor.stage(name):
                 for stage in together:
                     stage.work(work)
-        return stages["measure"].run(plan.ids(plan.groups), done, transfer, sampling)
+        return stages["measure"].run(plan.ids(plan.groups), done, transfer, {**sampling, **plan.metrics()})
 
 
 class SyncSchedule(RolloutSchedule):

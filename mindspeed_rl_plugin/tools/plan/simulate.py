@@ -60,8 +60,9 @@ class _Simulation:
         self.setup, self.costs, self.responses, self.rollouts = setup, costs, responses, rollouts
         ranks = range(setup.sizes.data_parallel)
         place = Placement((0,) * len(ranks), tuple(ranks), tuple(ranks))
-        # A budget of tokens balances the ranks; the number of micro-batches does not matter here.
-        budget = TokenBudget(sys.maxsize, packed=True) if setup.sizes.max_tokens else None
+        # A budget of tokens balances the ranks; the number of micro-batches only matters if each computes the prompt.
+        most = max(setup.sizes.max_tokens or 0, setup.prompt_tokens + setup.limit) if setup.shared else sys.maxsize
+        budget = TokenBudget(most, packed=True, shared=setup.shared) if setup.sizes.max_tokens else None
         self.plan = RolloutPlan(setup.sizes, place, budget)
         self.lengths: dict[SampleId, int] = {}  # tokens of each response
         self.sums: Counter[str] = Counter()
@@ -121,7 +122,9 @@ class _Simulation:
         stats = {}
         for group in groups:
             lengths = tuple(prompt + self.lengths[SampleId(*group, m)] for m in members)
-            stats[group] = GroupStats(False, self._random.random() < self.responses.informative, 0.0, lengths)
+            signal = self._random.random() < self.responses.informative
+            common = tuple((m, prompt if m else 0) for m in members) if self.setup.shared else ()
+            stats[group] = GroupStats(False, signal, 0.0, lengths, common=common)
         return stats
 
     def _rounds(self) -> Rounds:
@@ -129,7 +132,7 @@ class _Simulation:
 
     def _selected(self, rounds: Rounds, stats: Mapping[Group, GroupStats]) -> tuple[bool, Sequence[Group]]:
         """Whether the rollout is complete, and the dropped groups."""
-        self.plan.lengths |= {group: of_group.lengths for group, of_group in stats.items()}
+        self.plan.measured(stats)
         whole, selection = rounds.add(stats), rounds.selection
         self.plan.deferred = selection.deferred
         if whole:
@@ -141,10 +144,7 @@ class _Simulation:
 
     def _training(self) -> float:
         """Seconds of all passes and updates of a rollout. Each takes as long as on the rank with the most tokens."""
-        by_rank = [
-            [sum(self.plan.lengths[i[:2]][i.member] for batch in rank for i in batch) for rank in step.micro_batches]
-            for step in self.plan.one_pass
-        ]
+        by_rank = [[sum(map(self.plan.tokens, rank)) for rank in step.micro_batches] for step in self.plan.one_pass]
         old = max(map(sum, zip(*by_rank, strict=True))) if self.setup.old_logps else 0
         costs = self.costs
         return costs.rollout + costs.old_token * old + costs.token * self.setup.sizes.epochs * sum(map(max, by_rank))

@@ -11,10 +11,11 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
-from mindspeed_rl_plugin.loop.arithmetic import derive
+from mindspeed_rl_plugin.loop.arithmetic import derive, tokens_of_group
 from mindspeed_rl_plugin.loop.run_setup import Setup
 from mindspeed_rl_plugin.prompts import Renderer
 from mindspeed_rl_plugin.prompts.sources import open_source
@@ -100,6 +101,7 @@ def report(options: argparse.Namespace) -> list[str]:
         f"responses and {sizes.steps} optimizer steps; async has staleness {setup.staleness}, {setup.order} order",
         f"lengths {lengths}",
         *([f"prompts {PROMPTS.format(setup.prompt_tokens)}"] if from_data and setup.prompt_tokens else ()),
+        *_sharing(setup, responses),
         *notes,
         *(f"note    {flag} excludes --rl-schedule {one}" for one, flag in setup.ruled_out.items()),
         *("", *aligned([SCHEDULE_HEAD, *rows], 1), ""),
@@ -223,6 +225,18 @@ def with_care(advised: str, assumed: Mapping[str, float]) -> list[str]:
 
 
 # inside
+
+
+def _sharing(setup: Setup, responses: Responses) -> Iterator[str]:
+    """What --rl-share-prompts saves in each pass, for responses of mean length."""
+    if setup.shared and setup.sizes.max_tokens:
+        rng, members = Random(0), setup.sizes.members
+        mean = round(sum(responses.length(row, 0, rng) for row in range(ROWS)) / ROWS)
+        rows, computed = tokens_of_group(setup.prompt_tokens, mean, members, setup.sizes.max_tokens)
+        yield (
+            f"shared  a group of {members} computes {computed} instead of {rows} tokens a pass: prompts of "
+            f"{setup.prompt_tokens}, responses of {mean}"
+        )
 
 
 def _costs(options: argparse.Namespace, runs: Sequence[fit.Observed]) -> tuple[Costs, list[str], dict[str, float]]:

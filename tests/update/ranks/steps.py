@@ -8,6 +8,7 @@ stay as they are (learning rate 0), so the variants of a case share one model.
 """
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -47,7 +48,7 @@ def step_of(job, rows, case, chosen):
         packed=case.get("packed", False),
         chunk_tokens=case.get("chunk"),
     )
-    step, found = planned(job, rows, settings), {}
+    step, found = planned(job, rows, settings, whole=algorithm.from_pairs), {}
     if case.get("critic"):
         update = ValueStep(algorithm, settings, job.model)
         found["values"], rows = with_values(job, rows, step, settings)
@@ -73,11 +74,12 @@ def step_of(job, rows, case, chosen):
     return {"grad_norm": grad_norm, "metrics": metrics, "gradients": job.gradients(), **found}
 
 
-def planned(job, rows, settings):
+def planned(job, rows, settings, whole=False):
     step = only_step(job, rows)
     if settings.budget is None:
         return step
-    return plan_tokens([step], dict(zip(rows.ids, rows["tokens"].lengths.tolist(), strict=True)), settings.budget)[0]
+    lengths = dict(zip(rows.ids, rows["tokens"].lengths.tolist(), strict=True))
+    return plan_tokens([step], lengths, replace(settings.budget, whole=whole))[0]
 
 
 # what the rows are
