@@ -1,8 +1,8 @@
 """Calls the model's own forward on a micro-batch, with a mask, with none, or with the branches of packed rows.
 
 Megatron's own attention takes no boundaries, and a mask that separates the rows would cost as much as one row of all
-tokens. So the branches go through the layers in place of the mask, and `hooks` give them to the attention. Attention
-that takes boundaries gets those of packed rows from Megatron. Those of a tree have other keys than queries, by which
+tokens. So the branches go through the layers in place of the mask, and hooks give them to the attention. Attention that
+takes boundaries gets those of packed rows from Megatron. Those of a tree have other keys than queries, by which
 Megatron's layers would cut rotary embeddings, so they go in place of the mask, too.
 
 MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since in
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.forward import hooks, tree_kernels
+from mindspeed_rl_plugin.forward import layer_hooks, tree_kernels
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.tree import Branches
 from mindspeed_rl_plugin.forward.tree_kernels import Kernel, packed_seq_params
@@ -39,7 +39,7 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     if batch.ranks > 1:
         _take_boundaries(model)
     else:
-        hooks.install(model, _kernel(model) if batch.bounded else tree_kernels.by_torch)
+        layer_hooks.install(model, _kernel(model) if batch.bounded else tree_kernels.by_torch)
     with own_positions(model, batch):
         return model(run.tokens, run.position_ids, batch.branches.encoded())
 
@@ -73,7 +73,7 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
     Megatron's positions continue over the complete micro-batch. In exact arithmetic the result is the same, since
     attention depends on differences of positions. In float32 an angle at position 10,000 is a thousand times less exact
     than at 10. With boundaries Megatron's attention restarts positions by itself. Latent attention has its own in each
-    layer (`hooks`).
+    layer (`layer_hooks`).
     """
     rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:
@@ -82,7 +82,7 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
     whole = {"packed_seq": True} if batch.ranks > 1 else {}  # embeddings of all positions, also those of other ranks
 
     def restarted(*positional: Any, **named: Any) -> Any:
-        return hooks.at_positions(forward(*positional, **named | whole), positions)
+        return layer_hooks.at_positions(forward(*positional, **named | whole), positions)
 
     return swapped(vars(rotary), forward=restarted)
 
