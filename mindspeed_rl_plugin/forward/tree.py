@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.forward.batching import padded
 from mindspeed_rl_plugin.rows import Ragged
 
-NO_POSITIONS = torch.empty(0, dtype=torch.int64)
+NOWHERE = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,8 @@ class Branches:
 
     queries: Tensor  # `[n]` int64 on the host, end of each branch among the T tokens of the tree
     keys: Tensor  # `[n]` int64 on the host, end of its path among the K gathered keys
-    kv_index: Tensor = (
-        NO_POSITIONS  # `[K]` int64, position in the tree of each gathered key; empty: K = T, the same order
-    )
-    at: Tensor = NO_POSITIONS  # `[S]` int64, position in the tree of each packed position; empty: S = T, the same order
+    kv_index: Tensor = NOWHERE  # `[K]` int64, position in the tree of each gathered key; empty: K = T, the same order
+    at: Tensor = NOWHERE  # `[S]` int64, position in the tree of each packed position; empty: S = T, the same order
 
     def encoded(self) -> Tensor:
         """One int64 tensor, which goes through Megatron's layers in the place of a mask, on the host."""
@@ -95,10 +93,10 @@ def plan_tree(tokens: Ragged, length: int, multiple: int) -> PrefixTree | None:
     """
     rows = [row.numpy() for row in tokens.rows()]
     order = sorted(range(len(rows)), key=lambda r: rows[r].astype(">u4").tobytes())  # sorts as the numbers themselves
-    at, parts, paths, queries = [NO_POSITIONS.numpy()] * len(rows), [], [], []
+    at, parts, paths, queries = [NOWHERE.numpy()] * len(rows), [], [], []
     total, before = 0, None
     for r in order:
-        row, path = rows[r], NO_POSITIONS.numpy()
+        row, path = rows[r], NOWHERE.numpy()
         if before is not None:
             path = at[before][: _common(row, rows[before])]
         at[r] = np.concatenate([path, np.arange(total, total + len(row) - len(path))])
