@@ -133,7 +133,7 @@ def step(model, batches, settings):
             found[f"{i} {name}"] = grad.clone()
         for name, count in chunk.named_buffers():
             if name.endswith("local_tokens_per_expert"):
-                found[f"{i} {name}"] = count.double()
+                found[f"{i} {name}"] = count.clone()
                 count.zero_()
     return found
 
