@@ -1,8 +1,9 @@
-"""Calls the model's own forward on a micro-batch, with a mask, with none, or with the boundaries of packed rows.
+"""Calls the model's own forward on a micro-batch, with a mask, with none, or with the branches of packed rows.
 
 Megatron's own attention takes no boundaries, and a mask that separates the rows would cost as much as one row of all
-tokens. So the boundaries go through the layers in place of the mask, also to layers that are recomputed in the backward
-pass, and the attention then runs on each row alone.
+tokens. So the branches go through the layers in place of the mask, and hooks give them to the attention. Attention that
+takes boundaries gets those of packed rows from Megatron. Those of a tree have other keys than queries, by which
+Megatron's layers would cut rotary embeddings, so they go in place of the mask, too.
 
 MindSpeed's ulysses (core/context_parallel/dot_product_attention.py, v2.3.0 and 26.1.0) accepts boundaries, since in
 attention its ranks have complete rows. But Megatron's layers around it would cut rotary embeddings by the boundaries,
@@ -13,61 +14,40 @@ and a hook gives them to the attention.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from mindspeed_rl_plugin.forward import layer_hooks, tree_kernels
 from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.tree import Branches
+from mindspeed_rl_plugin.forward.tree_kernels import Kernel, packed_seq_params
 from mindspeed_rl_plugin.weights.storages import unwrap
 
 
 def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states."""
-    if batch.bounded and batch.ranks == 1:
-        boundaries = packed_seq_params(batch.boundaries, batch.tokens.device)
-        return model(batch.tokens, batch.position_ids, None, packed_seq_params=boundaries)
-    mask = batch.attention_mask
-    if batch.segments is not None:
-        (_take_boundaries if batch.bounded else _divide_attention)(model)
-        mask = torch.tensor(batch.boundaries)
+    """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states; of a
+    tree the output of its T tokens."""
+    run = batch.tree or batch
+    if batch.segments is None:
+        return model(run.tokens, run.position_ids, batch.attention_mask)
+    if batch.bounded and batch.ranks == 1 and batch.tree is None:
+        boundaries = packed_seq_params(batch.branches, run.tokens.device)
+        return model(run.tokens, run.position_ids, None, packed_seq_params=boundaries)
+    if batch.ranks > 1:
+        _take_boundaries(model)
+    else:
+        layer_hooks.install(model, _kernel(model) if batch.bounded else tree_kernels.by_torch)
     with own_positions(model, batch):
-        return model(batch.tokens, batch.position_ids, mask)
+        return model(run.tokens, run.position_ids, batch.branches.encoded())
 
 
-def _divide_attention(model: torch.nn.Module) -> None:
-    """Make Megatron's own attention read a mask of one dimension as boundaries of packed rows."""
-    for module in model.modules():
-        attention = getattr(module, "core_attention", None)
-        if attention is not None and "forward" not in vars(attention):
-            attention.forward = functools.partial(_by_rows, attention, attention.forward)
-
-
-def _by_rows(
-    attention: torch.nn.Module,
-    forward: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *more: Any,
-    **named: Any,
-) -> Tensor:
-    """Attention within each packed row, `[S, 1, heads x value_dim]`. query: `[S, 1, heads, head_dim]`; key, value: the
-    same with as many heads, or fewer; mask: boundaries, or a mask for `forward`, the attention's own."""
-    if mask is None or mask.dim() != 1:
-        return forward(query, key, value, mask, *more, **named)
-    # Under --apply-query-key-layer-scaling the softmax multiplies by the number by which the scale is divided.
-    scale = attention.softmax_scale * (attention.scale_mask_softmax.scale or 1.0)
-    rows = zip(*(t.permute(1, 2, 0, 3).split(mask.diff().tolist(), 2) for t in (query, key, value)), strict=True)
-    grouped = {"is_causal": True, "scale": scale, "enable_gqa": query.shape[2] != key.shape[2]}
-    outputs = [F.scaled_dot_product_attention(*row, **grouped) for row in rows]
-    return torch.cat(outputs, 2).permute(2, 0, 1, 3).flatten(2)
+def _kernel(model: torch.nn.Module) -> Kernel:
+    """The kernel of attention that takes boundaries. Only MindSpeed's configurations have `pre_tockens`."""
+    mindspeed = hasattr(unwrap(model).config, "pre_tockens")
+    return tree_kernels.by_npu if mindspeed else tree_kernels.by_transformer_engine
 
 
 def _take_boundaries(model: torch.nn.Module) -> None:
@@ -83,7 +63,8 @@ def _mask_to_boundaries(attention: torch.nn.Module, given: tuple, named: dict[st
     query, key, value, mask, *more = given
     if mask is None or mask.dim() != 1:
         return None
-    return (query, key, value, None, *more), {**named, "packed_seq_params": packed_seq_params(mask.tolist(), "cpu")}
+    boundaries = packed_seq_params(Branches.decoded(mask), "cpu")
+    return (query, key, value, None, *more), {**named, "packed_seq_params": boundaries}
 
 
 def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
@@ -91,34 +72,19 @@ def own_positions(model: torch.nn.Module, batch: MicroBatch) -> contextlib.Abstr
 
     Megatron's positions continue over the complete micro-batch. In exact arithmetic the result is the same, since
     attention depends on differences of positions. In float32 an angle at position 10,000 is a thousand times less exact
-    than at 10. With boundaries Megatron's attention restarts positions by itself. Multi-latent attention never does.
+    than at 10. With boundaries Megatron's attention restarts positions by itself. Latent attention has its own in each
+    layer (`layer_hooks`).
     """
     rotary = getattr(unwrap(model), "rotary_pos_emb", None)
     if batch.segments is None or rotary is None:
         return contextlib.nullcontext()
-    forward = rotary.forward
+    forward, positions = rotary.forward, (batch.tree or batch).position_ids[0]
     whole = {"packed_seq": True} if batch.ranks > 1 else {}  # embeddings of all positions, also those of other ranks
 
     def restarted(*positional: Any, **named: Any) -> Any:
-        embeddings = forward(*positional, **named | whole)
-        if isinstance(embeddings, tuple):  # with YaRN's factor
-            return embeddings[0][batch.position_ids[0]], *embeddings[1:]
-        return embeddings[batch.position_ids[0]]
+        return layer_hooks.at_positions(forward(*positional, **named | whole), positions)
 
     return swapped(vars(rotary), forward=restarted)
-
-
-def packed_seq_params(boundaries: list[int], device: torch.device | str) -> PackedSeqParams:
-    """Boundaries of the packed rows for Megatron's attention (the same in core 0.12.1 to 0.19).
-
-    Padding is one more row at the end, and there are no gaps between rows. MindSpeed passes the boundaries with the
-    leading 0 to the NPU's kernel, which takes this 0 as one more, empty row.
-    """
-    longest = max(end - start for start, end in pairwise(boundaries))
-    each = torch.tensor(boundaries, dtype=torch.int32, device=device)
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=each, cu_seqlens_kv=each, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
 
 
 @contextlib.contextmanager

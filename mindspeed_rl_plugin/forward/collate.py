@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.forward.batching import padded
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.forward.tree import Branches, PrefixTree, plan_tree
 from mindspeed_rl_plugin.rows import Ragged, Rows
 
 
@@ -22,7 +23,8 @@ from mindspeed_rl_plugin.rows import Ragged, Rows
 class MicroBatch:
     """One micro-batch: `mb` rows, padded on the right to S tokens, or all rows packed into one row of S tokens.
 
-    Since padding is on the right, a causal mask alone keeps real tokens from attending to it.
+    Since padding is on the right, a causal mask alone keeps real tokens from attending to it. Where packed rows have
+    common prefixes, the model may run a tree of the tokens; all else keeps the packed layout.
     """
 
     index: int  # number among the rank's micro-batches of the pass
@@ -36,6 +38,7 @@ class MicroBatch:
     segments: Tensor | None = None  # packed: `[1, S]` int64, row of each position, `len(lengths)` on padding
     bounded: bool = False  # packed: the attention itself takes row boundaries
     ranks: int = 1  # number of context parallel ranks over which the rows are split; S counts this rank's tokens
+    tree: PrefixTree | None = None  # packed: what the model runs in place of `tokens`; None: the tokens themselves
 
     @property
     def sequence(self) -> Tensor:
@@ -48,17 +51,21 @@ class MicroBatch:
         return causal_mask(self.tokens.shape[1], self.tokens.device) if self.explicit_mask else None
 
     @property
-    def boundaries(self) -> list[int]:
-        """Where packed rows begin and end: `[0, L_1, L_1 + L_2, ..., S x ranks]`; padding, if any, is the last row."""
-        ends, total = [0, *self.lengths.cumsum(0).tolist()], self.tokens.shape[1] * self.ranks
-        return ends if ends[-1] == total else [*ends, total]
+    def branches(self) -> Branches:
+        """Of packed rows or of their tree; padding, if any, is the last one."""
+        if self.tree is not None:
+            return self.tree.branches
+        ends, total = self.lengths.cumsum(0), self.tokens.shape[1] * self.ranks
+        ends = ends if ends[-1] == total else torch.cat([ends, torch.tensor([total])])
+        return Branches(ends, ends)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on a device; `lengths` stay on the host."""
         moved = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "position_ids", "mask")}
         columns = {name: column.to(device) for name, column in self.columns.items()}
         segments = None if self.segments is None else self.segments.to(device)
-        return dataclasses.replace(self, columns=columns, segments=segments, **moved)
+        tree = None if self.tree is None else self.tree.to(device)
+        return dataclasses.replace(self, columns=columns, segments=segments, tree=tree, **moved)
 
 
 def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: Sequence[str] = ()) -> MicroBatch:
@@ -100,6 +107,7 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
         columns={name: laid_out(_shifted(rows[name], tokens, name)) for name in columns},
         segments=segments,
         bounded=settings.bounded,
+        tree=plan_tree(tokens, length, settings.multiple) if settings.shared else None,
     )
 
 

@@ -70,8 +70,9 @@ def score(
 ) -> Tensor:
     """Log-prob of each scored label and entropy, `[S, mb, 2]`, from the inputs of a column parallel output layer.
 
-    hidden: `[S, mb, H]`, or `[S / tp, mb, H]` with sequence parallelism; layer: the ColumnParallelLinear, for its
-    settings. Only positions that are scored are computed; the result at the others is 0.
+    hidden: `[S, mb, H]`, or `[S / tp, mb, H]` with sequence parallelism, of a tree `[T, 1, H]` or `[T / tp, 1, H]`;
+    layer: the ColumnParallelLinear, for its settings. Only positions that are scored are computed; the result at the
+    others is 0.
     """
     if layer.sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden)
@@ -81,7 +82,7 @@ def score(
     scored = batch.columns.get("scored", batch.mask).bool()
     wanted = scored.t().reshape(-1).nonzero()[:, 0]
     logp, entropy = chunked_token_logps(
-        hidden.flatten(0, 1).index_select(0, wanted),
+        hidden.flatten(0, 1).index_select(0, wanted if batch.tree is None else batch.tree.at[wanted]),
         weight,
         batch.labels.t().reshape(-1)[wanted],
         vocab_size=settings.vocab_size,
@@ -92,7 +93,7 @@ def score(
         accumulate=layer.gradient_accumulation_fusion and hasattr(weight, "main_grad"),
     )
     both = torch.stack([logp, entropy], 1)
-    length, rows = hidden.shape[:2]
+    rows, length = batch.labels.shape
     return both.new_zeros(length * rows, 2).index_copy(0, wanted, both).view(length, rows, 2)
 
 

@@ -74,12 +74,15 @@ def run_model(
     """Run one model chunk on one micro-batch: returns the input of `head_of` on the last stage, else hidden states.
 
     settings: those for `head_of`, or None for the model's own output, `[mb, S, V/tp]` logits of a language model.
-    Under context parallelism the output holds this rank's S / cp positions.
+    Under context parallelism the output holds this rank's S / cp positions. Of a tree, hidden states are those of its T
+    tokens.
     """
     batch = of_this_rank(batch)
     if settings is not None and settings.chunk_tokens:
         return forward_scored(model, batch, settings, entropy_grad=entropy_grad)
-    return call_model(model, batch)
+    output = call_model(model, batch)
+    last = batch.tree is not None and unwrap(model).post_process
+    return output.index_select(1, batch.tree.at) if last else output
 
 
 def head_of(

@@ -33,6 +33,7 @@ class ForwardSettings:
     max_tokens: int | None = None  # limit of a micro-batch of any number of rows; None: `micro_batch_size` rows
     packed: bool = False  # rows are concatenated without padding
     bounded: bool = False  # the attention itself takes the boundaries of packed rows; else it is called for each row
+    shared: bool = False  # packed rows run common prefixes once
     rounds_of: int = 1  # with `max_tokens` the number of micro-batches is a multiple of this number
     shared: bool = False  # packed: rows of a group run their common first tokens once
 
@@ -42,6 +43,7 @@ class ForwardSettings:
                 f"sequence length {self.seq_length} is not a multiple of {self.multiple}, which the parallel sizes "
                 "need; change --seq-length"
             )
+        assert not self.shared or (self.packed and self.chunk_tokens), "a tree has packed rows, and never all logits"
 
     @classmethod
     def from_args(
@@ -70,10 +72,11 @@ class ForwardSettings:
             # Attention over context parallel ranks is causal without a mask, and no mask could describe its positions.
             causal_mask=args.context_parallel_size == 1
             and (args.create_attention_mask_in_dataloader or _own_mask_has_one_shape(args)),
-            chunk_tokens=_chunk_tokens(args, max_tokens) if chunk_tokens is None else chunk_tokens,
+            chunk_tokens=_chunk_tokens(args, max_tokens, shared) if chunk_tokens is None else chunk_tokens,
             max_tokens=max_tokens,
             packed=packed,
             bounded=packed and takes_boundaries(args),
+            shared=shared,
             # Interleaved schedules need complete rounds of stages.
             rounds_of=args.pipeline_model_parallel_size
             if getattr(args, "virtual_pipeline_model_parallel_size", None)
@@ -112,14 +115,15 @@ def default_chunk_tokens(width: int, tokens: int) -> int:
     return max(size // (4 * width), NARROWEST * tokens // width, 1)
 
 
-def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None) -> int:
-    """Default of `chunk_tokens` in this job; 0 if all logits of a micro-batch are at most twice as large as a slice.
+def _chunk_tokens(args: argparse.Namespace, max_tokens: int | None, shared: bool) -> int:
+    """Default of `chunk_tokens` in this job; 0 if rows share no prefixes, and all logits of a micro-batch are at most
+    twice as large as a slice.
 
     Only sizes of the job count, not those of one micro-batch: passes that are compared must use the same method.
     """
     largest = (max_tokens or args.micro_batch_size * args.seq_length) // args.context_parallel_size
     tokens = default_chunk_tokens(args.padded_vocab_size // args.tensor_model_parallel_size, largest)
-    return 0 if largest <= 2 * tokens else tokens
+    return 0 if largest <= 2 * tokens and not shared else tokens
 
 
 def takes_boundaries(args: argparse.Namespace) -> bool:

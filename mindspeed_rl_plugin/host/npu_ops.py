@@ -138,7 +138,8 @@ def npu_fusion_attention(
 def _causal(mask: Tensor | None, sparse_mode: int, lengths: tuple[Any, Any], before: int, after: int) -> bool:
     """Whether attention is causal. Raises ValueError for any other mask.
 
-    Modes 0 and 1 take a mask of all pairs of tokens, 2 and 3 a triangle `[2048, 2048]`. lengths: numbers of queries and
+    Modes 0 and 1 take a mask of all pairs of tokens, 2 and 3 a triangle `[2048, 2048]`; with more keys than queries, in
+    the layout TND and mode 3, the queries are the last of them. lengths: numbers of queries and
     of keys; in the layout TND (only modes 2 and 3) the ends of all sequences. before, after: in mode 0, the number of
     tokens that a query sees before and after its own token.
     """
@@ -150,7 +151,7 @@ def _causal(mask: Tensor | None, sparse_mode: int, lengths: tuple[Any, Any], bef
     length, keys = lengths
     if sparse_mode < 2 and not isinstance(length, int):
         raise ValueError(f"{name}: sparse_mode {sparse_mode} with the layout TND, which needs 2 or 3")
-    if length != keys:
+    if length != keys and (isinstance(length, int) or sparse_mode != 3):
         raise ValueError(f"{name}: a mask with queries and keys of different lengths, {length} and {keys}")
     if sparse_mode == 0 and (before < length - 1 or after < 0):
         raise ValueError(
@@ -286,9 +287,11 @@ def _maximum_and_sum(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """q, k, v `[B, heads, S, head_dim]`."""
-    grouped = q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    """q, k, v `[B, heads, S, head_dim]`; if there are more keys, the queries are the last of them."""
+    grouped, seen = q.shape[1] != k.shape[1], None
+    if causal and q.shape[2] != k.shape[2]:
+        causal, seen = False, q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril_(k.shape[2] - q.shape[2])
+    return scaled_dot_product_attention(q, k, v, seen, is_causal=causal, scale=scale, enable_gqa=grouped)
 
 
 def _packed(

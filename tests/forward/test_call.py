@@ -1,13 +1,12 @@
 """What a model chunk is called with: packed rows begin anew, in their rotary embeddings too."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core import parallel_state
 
-from mindspeed_rl_plugin.forward import call, context_parallel
+from mindspeed_rl_plugin.forward import context_parallel
 from mindspeed_rl_plugin.forward.call import call_model
 from mindspeed_rl_plugin.forward.collate import collate
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
@@ -102,40 +101,3 @@ def test_mindspeeds_ulysses_is_handed_the_boundaries_of_whole_packed_rows(monkey
     assert len(model.attention._forward_pre_hooks) == 1
     mask = torch.ones(1, 1, 8, 8)
     assert model.attention(mask, mask, mask, mask) == (mask, None)
-
-
-class Attention(torch.nn.Module):
-    """Has what RL's attention of packed rows reads of Megatron's; with another mask it gives this back."""
-
-    def __init__(self, coefficient: int | None) -> None:
-        super().__init__()
-        self.softmax_scale, self.scale_mask_softmax = 0.5 / (coefficient or 1), SimpleNamespace(scale=coefficient)
-
-    def forward(self, query, key, value, attention_mask):
-        return attention_mask
-
-
-@pytest.mark.parametrize(("groups", "width", "coefficient"), [(4, 8, None), (2, 8, 3), (4, 6, None)])
-def test_attention_of_packed_rows_is_that_of_each_row(groups, width, coefficient):
-    """Against one softmax under a block-diagonal mask, in float64; twice, as a layer that runs again."""
-    boundaries, layer = torch.tensor([0, 3, 12, 14, 16]), torch.nn.Module()
-    layer.core_attention = Attention(coefficient)
-    made = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(16, 1, heads, size, generator=made, dtype=torch.float64, requires_grad=True)
-        for heads, size in ((4, 8), (groups, 8), (groups, width))
-    )
-    row = torch.bucketize(torch.arange(16), boundaries[1:], right=True)
-    seen = (row[:, None] == row[None]).tril()
-    keys, values = (t[:, 0].repeat_interleave(4 // groups, 1) for t in (key, value))
-    scores = 0.5 * torch.einsum("qhd,khd->hqk", query[:, 0], keys).masked_fill(~seen, -torch.inf)
-    right = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).reshape(16, 1, -1)
-    expected = torch.autograd.grad(right.square().sum(), (query, key, value))
-    for _ in range(2):
-        call._divide_attention(layer)
-        output = layer.core_attention(query, key, value, boundaries)
-        torch.testing.assert_close(output, right, rtol=0, atol=1e-14)
-        found = torch.autograd.grad(output.square().sum(), (query, key, value))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
-    assert layer.core_attention(query, key, value, whole := torch.ones(1, 1, 16, 16)) is whole
-    assert layer.core_attention(query, key, value, None) is None

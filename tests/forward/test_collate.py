@@ -115,7 +115,7 @@ def test_packed_rows_stand_behind_each_other_and_come_back(lengths, multiple):
         assert torch.equal(batch.labels[0, here], one.labels[0]) and torch.equal(batch.mask[0, here], one.mask[0])
         assert torch.equal(batch.position_ids[0, here], one.position_ids[0])
         at += lengths[i]
-        assert batch.boundaries[i + 1] == at and batch.attention_mask is None
+        assert batch.branches.queries[i] == at and batch.attention_mask is None
     assert batch.sequence.tolist() == [i for i, n in enumerate(lengths) for _ in range(n - 1)]
     moved = batch.to("cpu")
     assert torch.equal(moved.segments, batch.segments)
@@ -140,8 +140,10 @@ def test_packed_rows_are_told_apart_as_the_attention_allows(changes, bounded):
 def test_bounded_rows_come_with_their_boundaries_and_no_mask():
     shape = ForwardSettings(1, seq_length=12, vocab_size=99, multiple=4, max_tokens=100, packed=True, bounded=True)
     padded = collate(rows_of([3, 1, 2]), shape)
-    assert padded.attention_mask is None and padded.boundaries == [0, 3, 4, 6, 8], "padding is a row of its own"
-    assert collate(rows_of([3, 1, 4]), shape).to("cpu").boundaries == [0, 3, 4, 8]
+    assert padded.attention_mask is None and padded.branches.queries.tolist() == [3, 4, 6, 8], (
+        "padding is a row of its own"
+    )
+    assert collate(rows_of([3, 1, 4]), shape).to("cpu").branches.keys.tolist() == [3, 4, 8]
 
 
 def one_mask(length):

@@ -187,15 +187,23 @@ def test_a_whole_mask_that_is_causal(mask, given):
     torch.testing.assert_close(out, attention(q, k, v, True))
 
 
-def test_queries_and_keys_of_other_lengths_are_not_masked():
-    """Modes 2 and 3 differ then."""
+def test_queries_and_keys_of_other_lengths_are_masked_in_mode_3_of_packed_sequences():
+    """There queries are the last tokens of the keys; in mode 2 they would be the first."""
     q, k, v = (t.transpose(1, 2)[0] for t in tensors())
     ends = dict(actual_seq_qlen=[2, S], actual_seq_kvlen=[3, S], scale=SCALE)
     masked = dict(atten_mask=TRIANGLE, sparse_mode=3)
+    seen = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    first = torch.nn.functional.scaled_dot_product_attention(
+        *(t[:n].transpose(0, 1) for t, n in ((q, 2), (k, 3), (v, 3))), seen, scale=SCALE, enable_gqa=True
+    )
+    out = npu_fusion_attention(q, k, v, HEADS, "TND", **ends, **masked)[0]
+    torch.testing.assert_close(out[:2].transpose(0, 1), first)
+    masked["sparse_mode"] = 2
     with pytest.raises(ValueError, match=r"different lengths, \(2, 5\) and \(3, 5\)"):
         npu_fusion_attention(q, k, v, HEADS, "TND", **ends, **masked)
     assert npu_fusion_attention(q, k, v, HEADS, "TND", **ends)[0].shape == q.shape
     q, k, v = tensors()
+    masked["sparse_mode"] = 3
     with pytest.raises(ValueError, match="different lengths, 2 and 5"):
         npu_fusion_attention(q[:, :, :2], k, v, HEADS, "BNSD", **masked)
 

@@ -48,6 +48,7 @@ PAIRS = {
     "means": {"dpo_loss": "sigmoid", "dpo_beta": 2.0, "dpo_length_norm": True},
 }
 PAIRS = {name: {"algorithm": "dpo", **fields} for name, fields in PAIRS.items()}
+TREES = {"budget": 40, "packed": True, "shared": True}
 
 
 def case(micro_batch, flags="", variants=LOOPS, want="plain", **more):
@@ -79,12 +80,14 @@ ONE_RANK = {
     "40 tokens packed, recompute": case(2, RECOMPUTE, variants=FEW, budget=40, packed=True),
     "packed in one, chunks": case(1, variants=FEW, budget=200, packed=True, chunk=7),
     "40 tokens by boundaries": case(2, variants=FEW, budget=40, packed=True, bounded=True),
+    "40 tokens of trees, recompute": case(2, RECOMPUTE, variants=FEW, **TREES),
     "critic": case(4, variants=CRITIC, want=None, critic=True),
     "critic repeated": case(4, variants=CRITIC, want=None, critic=True, rows="repeated"),
     "critic filtered": case(2, variants=CRITIC, want="critic repeated", critic=True, rows="filtered"),
     "critic filtered packed": case(
         2, PER_TOKEN, CRITIC, "critic repeated", critic=True, rows="filtered", budget=40, packed=True
     ),
+    "critic filtered trees": case(2, PER_TOKEN, CRITIC, "critic repeated", critic=True, rows="filtered", **TREES),
 }
 # Pipelines first: core 0.12 leaves groups behind that a later pipeline in the same process stumbles on.
 TWO_RANKS = {
@@ -95,6 +98,7 @@ TWO_RANKS = {
     "DP2 distributed optimizer": case(1, DIST),
     "DP2 filtered": case(2, want="repeated", rows="filtered"),
     "TP2 sequence parallel chunks": case(4, SP2, chunk=7),
+    "TP2 sequence parallel trees": case(2, SP2, **TREES),
     "CP2": case(2, CP2),
     "CP2 chunks, other split": case(4, f"{CP2} {DIST}", chunk=7, mode="contiguous"),
     "CP2 per token loss": case(4, f"{CP2} {PER_TOKEN}", variants=MEAN),
@@ -117,17 +121,21 @@ LAYOUTS = {
         "40 tokens packed": case(2, budget=40, packed=True),
         "packed in one, chunks": case(1, budget=200, packed=True, chunk=7),
         "40 tokens by boundaries": case(2, budget=40, packed=True, bounded=True),
+        "40 tokens of trees": case(2, **TREES),
     },
     2: {
         "PP2": case(2, PP2),
         "PP2, 28 tokens": case(2, PP2, budget=28),
         "PP2, 32 tokens packed": case(2, PP2, budget=32, packed=True),
+        "PP2, trees": case(2, PP2, **TREES),
         "TP2": case(2, SP2),
         "TP2, 32 tokens packed": case(2, SP2, budget=32, packed=True),
+        "TP2, trees": case(2, SP2, **TREES),
         "TP2, 32 tokens by boundaries": case(2, SP2, budget=32, packed=True, bounded=True),
         "DP2": case(2, DIST),
         "DP2, 30 tokens": case(2, budget=30),
         "DP2, 30 tokens packed, per token": case(4, PER_TOKEN, budget=30, packed=True),
+        "DP2, trees": case(4, f"{DIST} {PER_TOKEN}", **TREES),
         "CP2": case(2, CP2),
         "CP2 per token loss": case(4, f"{CP2} {PER_TOKEN}"),
         "CP2, 40 tokens": case(2, CP2, budget=40),
@@ -137,6 +145,7 @@ MORE = {
     2: {
         "PP2 VPP2": case(1, VPP2),
         "PP2 VPP2 chunks": case(2, VPP2, chunk=7),
+        "PP2 VPP2 trees": case(2, VPP2, **TREES),
         "PP2 per token loss": case(1, f"{PP2} {PER_TOKEN}"),
         "tied PP2 chunks": case(2, PP2, want="tied", tied=True, chunk=7),
         "tied TP2 chunks": case(2, SP2, want="tied", tied=True, chunk=7),

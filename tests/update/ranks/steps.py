@@ -2,8 +2,8 @@
 
 Argument: a folder with `cases.json`, {case: {"flags": Megatron's, "variants": {variant: fields of
 AlgorithmConfig}, and where they differ "critic", "tied": of the model, "chunk", "budget" (tokens of a micro-batch),
-"packed", "bounded" (attention takes packed rows by their boundaries), "rows": what `changed` makes of the rollout,
-"mode": a fault that the test must catch, or another way}}. Writes `CASE.pt`: {variant: what `step_of` returns}. Weights
+"packed", "shared", "bounded" (attention takes packed rows by their boundaries), "rows": what `changed` makes of the
+rollout, "mode": a fault that the test must catch, or another way}}. Writes `CASE.pt`: {variant: what `step_of` returns}. Weights
 stay as they are (learning rate 0), so the variants of a case share one model.
 """
 
@@ -46,6 +46,7 @@ def step_of(job, rows, case, chosen):
         temperature=TEMPERATURE,
         max_tokens=case.get("budget"),
         packed=case.get("packed", False),
+        shared=case.get("shared", False),
         chunk_tokens=case.get("chunk"),
     )
     step, found = planned(job, rows, settings, whole=algorithm.from_pairs), {}
@@ -84,7 +85,8 @@ def planned(job, rows, settings, whole=False):
 
 # what the rows are
 
-# Two groups of four: a one-token response, a fully masked row, and one row longer than the rest together.
+# Two groups of four: a one-token response, a fully masked row, and one row longer than the rest together. Prompts begin
+# alike.
 RESPONSES = (3, 1, 20, 0, 2, 2, 1, 9)
 HOLES = {2: ((4, 9), (15, 16)), 7: ((3, 6),)}  # row -> what the model sees between its turns, in response tokens
 
@@ -100,8 +102,10 @@ def make_rollout() -> Rows:
         for first, end in HOLES.get(i, ()):
             mask[prompt + first : prompt + end] = 0
         old = -5.0 + 0.7 * torch.randn(len(mask), generator=g)
+        tokens = torch.randint(0, VOCAB, (len(mask),), generator=g, dtype=torch.int32)
+        tokens[:prompt] = torch.arange(20, 20 + prompt)
         row = {
-            "tokens": torch.randint(0, VOCAB, (len(mask),), generator=g, dtype=torch.int32),
+            "tokens": tokens,
             "loss_mask": mask,
             "logp_old": old * mask,
             "logp_ref": (old + 0.3 * torch.randn(len(mask), generator=g)) * mask,
