@@ -62,6 +62,13 @@ def build(arguments: dict[str, Any]) -> Any:
     return engine
 
 
+def architectures() -> Collection[str]:
+    """Names of the models that this vLLM has, as in `architectures` of config.json."""
+    from vllm import ModelRegistry
+
+    return ModelRegistry.get_supported_archs()
+
+
 def _sharing_experts(engine: type, given: Any) -> Any:
     """An engine with these `EngineArgs`, which is one data parallel rank of the engines that share experts.
 

