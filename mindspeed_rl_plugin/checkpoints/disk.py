@@ -37,14 +37,18 @@ def problems(args: Any, config: Any) -> Iterator[str]:
             yield f"{flag} {directory}: {free} bytes free; delete files, or give a directory on another disk"
 
 
+def checkpoint_bytes(args: Any, parameters: int, itemsize: int) -> int:
+    """Bytes of a checkpoint, by a rough estimate. parameters: number in the complete model; itemsize: bytes of one."""
+    copies = 1 + (getattr(args, "enable_mg2hf_convert", False) and not getattr(args, "hf_save_dir", None))
+    optimizer = 0 if getattr(args, "no_save_optim", False) else _OPTIMIZER_BYTES
+    return parameters * (copies * itemsize + optimizer)
+
+
 def small_disk(args: Any, parameters: int) -> str | None:
     """A warning if the next checkpoint may not fit, by a rough estimate. parameters: number in the complete model."""
     if not getattr(args, "save", None):
         return None
-    copies = 1 + (getattr(args, "enable_mg2hf_convert", False) and not getattr(args, "hf_save_dir", None))
-    optimizer = 0 if getattr(args, "no_save_optim", False) else _OPTIMIZER_BYTES
-    need = parameters * (copies * args.params_dtype.itemsize + optimizer)
-    free = free_bytes(args.save)
+    need, free = checkpoint_bytes(args, parameters, args.params_dtype.itemsize), free_bytes(args.save)
     if free >= need:
         return None
     return (

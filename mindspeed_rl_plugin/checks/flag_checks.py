@@ -28,6 +28,7 @@ from mindspeed_rl_plugin.checks.refused_flags import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.config import RLConfig, limit_problems
 from mindspeed_rl_plugin.config.flag import spelt
+from mindspeed_rl_plugin.config.run_flags import Traced
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems, kv_cache_problems
 from mindspeed_rl_plugin.engine.hf_moe import routing_problems
@@ -310,8 +311,21 @@ def _dumps(args: Any, config: RLConfig) -> None:
         check_dumps(config.monitor.dump_dir, config.monitor.directory(args.save), resumed=resumed)
 
 
+def _one_profiler(args: Any, config: RLConfig) -> Iterator[str]:
+    """torch's profiler cannot start while it runs: neither the second file nor the run would be right."""
+    asked, ranks = config.monitor.trace, {*config.monitor.trace_ranks} & {*getattr(args, "profile_ranks", ())}
+    if asked and ranks and getattr(args, "profile", False) and getattr(args, "use_pytorch_profiler", False):
+        traced, first, last = Traced.parse(asked), args.profile_step_start, args.profile_step_end
+        if traced.first <= last and first <= traced.last:
+            yield (
+                f"--rl-trace {asked}: --use-pytorch-profiler records iterations {first} to {last} on rank {min(ranks)}"
+                ", too, and torch records one trace at a time; give other iterations, or another --rl-trace-ranks"
+            )
+
+
 CHECKS: tuple[Check, ...] = (
     _run_length,
+    _one_profiler,
     _start,
     disk.problems,
     _algorithm,

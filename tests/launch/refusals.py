@@ -34,6 +34,8 @@ VALIDATED = dict(
     **dict(untie_embeddings_and_output_weights=True, attention_dropout=0.0, tokenizer_model=None),
 )
 
+PROFILED_STEPS = dict(profile_ranks=[0], profile_step_start=10, profile_step_end=12)
+
 PARSER = add_flags(argparse.ArgumentParser(allow_abbrev=False))
 GIVEN = {
     "--rl-algorithm": ["grpo"],
@@ -244,6 +246,9 @@ REFUSED: dict[str, list[dict]] = {
         DPO | SHARED,
         SHARED | {"masked_softmax_fusion": True},
         SHARED | {"position_embedding_type": "mrope"},
+    ],
+    "flag_checks._one_profiler": [
+        {"--rl-trace": "12-13", "use_pytorch_profiler": True, "profile": True, **PROFILED_STEPS},
     ],
     "flag_checks._model": [
         DEEPSEEK | {"add_qkv_bias": True},

@@ -14,10 +14,11 @@ import golden
 import pyarrow.parquet as pq
 import pytest
 from jobs import PP2
+from planted_faults import FAULTS, results_of, start_doctor
 from test_async_ends import FAILING, FAILURES
-from test_doctor_faults import TRAINER
-from test_doctor_machines import at_fault, results_of, start_doctor
 from two_machines import start, two_machines, why_not
+
+from mindspeed_rl_plugin.tools.doctor.result import guilty
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
 
@@ -280,8 +281,9 @@ def test_doctor_compares_trainer_and_engine_over_both_machines(job, machines, tm
     """The fault is that of the second engine; the layers of the first machine agree."""
     launch = job("--train-iters", "4", *LAYOUT, ranks=1, agents=2).command(0, 29400)
     (script := tmp_path / "launch.sh").write_text(shlex.join(launch))
-    agents = start_doctor(machines, tmp_path, "--compare", str(script), code=TRAINER[fault][1])
-    codes, named = [agent.wait(400) for agent in agents], at_fault(results_of(tmp_path / "doctor.html"))
+    code = "" if fault == "healthy" else FAULTS["trainer"][fault][1]
+    agents = start_doctor(machines, tmp_path, "--compare", str(script), code=code)
+    codes, named = [agent.wait(400) for agent in agents], guilty(results_of(tmp_path / "doctor.html"))
     print((tmp_path / "log0").read_text())
-    assert (codes, [one[0] for one in named]) == (([0, 0], []) if fault == "healthy" else ([1, 0], ["where they part"]))
-    assert all("attention of layer 1: " in figure and " on rank 1, " in figure for *_, figure in named), named
+    assert (codes, [r.check for r in named]) == (([1, 0], ["where they part"]) if code else ([0, 0], []))
+    assert all("attention of layer 1: " in r.figure and " on rank 1, " in r.figure for r in named), named

@@ -4,14 +4,16 @@ import dataclasses
 import json
 import os
 import socket
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.rows import Completion, SampleId
-from mindspeed_rl_plugin.tools.doctor import compare, doctor, engine_checks, program, small_models, train_checks
+from mindspeed_rl_plugin.tools.doctor import compare, doctor, engine_checks, nodes, program, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.machine import FILES, PORTS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, explained, guilty, table, without_private
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 
 def failed(check, where=""):
-    return check.result(False, "1", where, nats=1, mib=1, noise=1, ratio=1, rank=1, seconds=1, thread="")
+    return check.result(False, "1", where, nats=1, mib=1, noise=1, ratio=1, rank=1, seconds=1, thread="", need=1)
 
 
 def test_a_failure_follows_only_from_an_earlier_check_of_the_same_model():
@@ -56,6 +58,23 @@ def test_an_end_between_two_checks_is_a_failure(tmp_path, monkeypatch):
         engine_checks.GRAPHS.name,
         len(table),
     ) and "RuntimeError: at the end" in one.figure
+
+
+@pytest.mark.parametrize(("error", "told"), [("TimeoutError", "hung for "), ("ConnectionError", "died after ")])
+def test_a_killed_rank_is_told_from_a_stopped_one(tmp_path, monkeypatch, error, told):
+    """torchrun kills the stopped one at last."""
+    check, *_ = table = doctor.rank_checks.COLLECTIVES
+    waited = [dataclasses.asdict(check.ended(program.WAITED, f"{error}: all_reduce"))]
+
+    def run(command, log, seconds, **_):
+        about = {"part": check.part, "name": check.name, "where": "", "at": time.time()}
+        for rank, line in enumerate(({"results": waited}, about)):
+            (tmp_path / "x" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+        return Done("log", 1, 3.0, ["rank : 1 (local_rank: 1)", "exitcode : -9 (pid: 7)"])
+
+    monkeypatch.setattr(program, "run", run)
+    (one,) = guilty(explained(program.run_checks("m", table, Nodes(2), tmp_path / "x", 9.0, {}), doctor.ALL_CHECKS))
+    assert one.check == check.name and one.told.startswith(f"rank 1: {told}")
 
 
 def test_each_check_is_in_the_table_once():
@@ -112,23 +131,26 @@ class Inner(nn.Module):
         self.layers = nn.ModuleList(map(Layer, range(2)))
 
 
-PLACES = ["embedding"] + [f"{part} of layer {n}" for n in (0, 1) for part in ("attention", "MLP")] + ["last norm"]
+LAYERS = [f"{part} of layer {n}" for n in (0, 1) for part in ("attention", "MLP")]
+PLACES = ["embedding", *LAYERS, "last norm", "logits"]
 
 
 def test_places_of_both_models_have_the_same_names():
     inner = Inner()
-    assert list(compare.engine_places(nn.Sequential(inner))) == PLACES
-    chunk = nn.Module()
-    chunk.embedding, chunk.pre_process = inner.embed_tokens, True
+    whole, chunk = nn.Module(), nn.Module()
+    whole.model, whole.logits_processor = inner, nn.Identity()
+    assert list(compare.engine_places(nn.Sequential(whole))) == PLACES
+    chunk.embedding, chunk.pre_process, chunk.post_process = inner.embed_tokens, True, True
+    chunk.output_layer = nn.Linear(2, 4)
     chunk.decoder = nn.Module()
     chunk.decoder.layers, chunk.decoder.final_layernorm = inner.layers, inner.norm
     assert list(compare.trainer_places([chunk], ())) == PLACES
-    chunk.pre_process, noop = False, nn.Module()
+    chunk.pre_process, chunk.post_process, noop = False, False, nn.Module()
     noop.layer_number = 1
     for number, layer in enumerate(inner.layers):
         layer.layer_number = number + 2
     chunk.decoder.layers = nn.ModuleList([noop, *inner.layers])
-    assert list(compare.trainer_places([chunk], (0,))) == PLACES[1:]
+    assert list(compare.trainer_places([chunk], (0,))) == PLACES[1:-1]
 
 
 def test_the_first_place_beyond_the_noise_is_named():
@@ -149,13 +171,19 @@ def test_the_first_place_beyond_the_noise_is_named():
     theirs["last norm"][0][len(compare.PROMPT) + 2 :] = 9
     line = compare.parts(theirs, {"last norm": [torch.ones(20, 2)]}, ([-1.0, 0.0], [-1.0, 9.0]), 0.01, 1)
     assert line["first"] is None, "behind a token that they do not have in common nothing is compared"
+    shard, logits = torch.ones(8, 3), {"logits": [torch.ones(8, 5)]}
+    for width, first in ((5, None), (4, {"place": "logits", "token": len(compare.PROMPT) + 1})):
+        logits["logits"][0][2:, width:] = 7
+        line = compare.parts(logits, {"logits": [shard]}, ([], []), 0.01, 8, tp=1)
+        assert line["first"] == first, "the second of two ranks, whose last column is padding"
+    assert compare.parts(logits, {"logits": [shard]}, ([], []), 0.01, 8, tp=0)["first"] is None
     line = compare.parts({}, {}, ([-1.0], [-1.5]), 0.01, 1)
     assert line["first"]["place"] == compare.LOG_PROBS, "a rank of the last stage whose outputs are equal"
 
 
 def test_outputs_are_copied_before_later_operators_change_them():
     module = nn.Identity()
-    with compare.recorded({"here": module}, lambda output: output) as seen:
+    with compare.recorded({"here": module}, lambda _, output: output) as seen:
         module(torch.zeros(2, 2)).add_(1)
         module((torch.zeros(1, 2), None))
     assert [t.sum().item() for t in seen["here"]] == [0, 0]
@@ -261,3 +289,12 @@ def test_a_healthy_part_ends_with_status_0_and_leaves_nothing(tmp_path, monkeypa
     assert main(["doctor", "--only", "machine", "--keep", str(tmp_path / "kept")]) == 1
     said = capsys.readouterr().out
     assert "1 is at fault" in said and "ulimit -n 99" in said and (tmp_path / "kept").is_dir()
+
+
+def test_results_are_not_lost_with_the_first_machine(monkeypatch):
+    monkeypatch.setattr(nodes, "GONE_SECONDS", 0.1)
+    second = Nodes(1, count=2, index=1, store=HashStore())
+    with pytest.raises(ConnectionError, match=r"(?s)the first machine is gone.*open files +FAIL"):
+        second.gather([FILES.result(False, "9", need=512)])
+    second.store.set("doctor/done", "")
+    assert second.gather([])[0] == []

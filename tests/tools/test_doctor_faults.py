@@ -1,22 +1,40 @@
-"""Faults in engine and trainer, put into the ranks by a sitecustomize.py: `doctor` names each, and nothing else."""
+"""Faults that are planted into processes of `doctor`: it names each, and nothing else. Healthy, it names nothing."""
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from planted_faults import FAULTS, ROOT, SLOW_RANK, check_named, planted, results_of, start_doctor
+from two_machines import two_machines, why_not
 
-import mindspeed_rl_plugin
-from mindspeed_rl_plugin.tools.doctor import doctor, engine_checks, small_models, train_checks
+from mindspeed_rl_plugin.tools.doctor import doctor, engine_checks, rank_checks, small_models, train_checks
+from mindspeed_rl_plugin.tools.doctor.machine import DEVICE_CHECKS
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.program import run_checks
-from mindspeed_rl_plugin.tools.doctor.result import Check, Result, explained, guilty, table
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Result, explained
 from mindspeed_rl_plugin.tools.doctor.small_models import YOURS
 from mindspeed_rl_plugin.tools.rehearse.entry_script import Entry
 
-ROOT = Path(mindspeed_rl_plugin.__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+needs_unshare = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root and unshare (util-linux)"
+)
+needs_namespaces = pytest.mark.skipif(why_not() is not None, reason=f"no second machine: {why_not()}")
+PRIVATE = {"USER": "jane-roe", "API_TOKEN": "tk-8f21c0", "CLUSTER_NAME": "blue-whale"}
+NO_ACCELERATOR = {"one rank a device", "memory of other processes"}
+NOT_ON_A_CPU = NO_ACCELERATOR | {"--save", "ports", "clock", "captured graphs", "tensors derived from weights"}
 # The arguments of a launch: Qwen3-30B-A3B, with flags that no small job has without a script.
 LAUNCH = """
     --transformer-impl local --num-layers 48 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32
@@ -33,282 +51,167 @@ LAUNCH = """
     --rl-pack-sequences --rl-max-tokens-per-microbatch 8192 --rl-swap params,optimizer --rl-temperature 0.8
     --rl-top-p 0.9 --rl-schedule async --rl-generators 4
 """
-# What each fault begins with; `after(module)` decorates a function that changes a module of the package when imported.
-BEGIN = """
-import os
-if "RANK" in os.environ:
-    import functools, time, torch
-    from mindspeed_rl_plugin.host.on_import import after_import
-    rank = int(os.environ["RANK"])
-    def after(name):
-        return lambda change: after_import("mindspeed_rl_plugin." + name, change)
-    def wrap(owner, name, call):
-        real = getattr(owner, name)
-        setattr(owner, name, functools.wraps(real)(lambda *a, **k: call(real, *a, **k)))
-"""
-# fault: (model, code, the check at fault, words of its figure, other checks that fail as well)
-ENGINE = {
-    "experts transposed after waking": ("experts", """
-    @after("engine.vllm_memory")
-    def change(m):
-        def woken(real, self, tags):
-            real(self, tags)
-            for name, p in self.model.named_parameters():
-                if "weights" in tags and name.endswith("w13_weight"):
-                    p.data = torch.empty_like(p.data.transpose(1, 2).contiguous()).transpose(1, 2)
-        def made(real, self, worker):
-            real(self, worker)
-            from mindspeed_rl_plugin.engine import vllm_api
-            self.model = vllm_api.model(worker)
-        wrap(m.HostMemory, "__init__", made)
-        wrap(m.HostMemory, "wake_up", woken)
-""", engine_checks.WOKEN, "w13_weight has another shape or stride"),
-    "temperature is not in the log-probs": ("dense", """
-    @after("engine.vllm_api")
-    def change(m):
-        def raw(real, worker):
-            real(worker)
-            sampler = worker.model_runner.sampler
-            sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "raw_logprobs"
-            return True
-        wrap(m, "demand_processed_logprobs", raw)
-""", engine_checks.SAMPLED, "nats"),
-    "a stale prefix cache": ("dense", """
-    @after("engine.vllm_engine")
-    def change(m):
-        wrap(m.VllmEngine, "_forget_prefixes", lambda real, self: None)
-        def built(real, arguments):
-            engine = real(arguments)
-            wrap(engine, "add_request", lambda real, name, prompt, *a: real(name, {**prompt, "cache_salt": "0"}, *a))
-            return engine
-        wrap(m.vllm_api, "build", built)
-""", engine_checks.PREFIX, "nats"),
-    "stale tensors of latent attention": ("latent attention", """
-    @after("engine.vllm_api")
-    def change(m):
-        def built(real, arguments):
-            engine = real(arguments)
-            for holder in m._latent(m.worker(engine)):
-                for name in m.DERIVED:
-                    stale = torch.nn.Parameter(getattr(holder, name).detach().clone(), requires_grad=False)
-                    setattr(holder, name, stale)
-            return engine
-        wrap(m, "build", built)
-        wrap(m, "refresh_derived", lambda real, worker: None)
-""", engine_checks.DERIVED_TENSORS, "4 of 4 are stale"),
-    "a tied head that is not written": ("dense", """
-    @after("engine.vllm_api")
-    def change(m):
-        def built(real, arguments):
-            import copy
-            engine = real(arguments)
-            model = m.model(m.worker(engine))
-            model.lm_head = head = copy.copy(model.lm_head)
-            head._parameters = {}
-            head.weight = model.model.embed_tokens.weight.detach().clone()
-            return engine
-        wrap(m, "build", built)
-""", engine_checks.NEW_WEIGHTS, "nats"),
-    "norms of queries and keys are left out": ("dense", """
-    @after("engine.vllm_api")
-    def change(m):
-        def built(real, arguments):
-            engine = real(arguments)
-            for layer in m.model(m.worker(engine)).model.layers:
-                layer.self_attn.q_norm.forward = layer.self_attn.k_norm.forward = lambda x: x
-            return engine
-        wrap(m, "build", built)
-""", engine_checks.LOADED, "nats"),
-    "sleep frees nothing": ("dense", """
-    @after("engine.vllm_memory")
-    def change(m):
-        wrap(m.HostMemory, "sleep", lambda real, self: None)
-        wrap(m.HostMemory, "wake_up", lambda real, self, tags: None)
-""", engine_checks.SLEEP_FREES, "0 MiB"),
-    "a write that does not arrive": ("dense", """
-    @after("layout.layout")
-    def change(m):
-        def shifted(real, self, param, start, size):
-            part = real(self, param, start, size)
-            return part.clone() if "layers.1.mlp.down" in self.name else part
-        wrap(m.Segment, "view", shifted)
-""", engine_checks.WRITTEN, "layers.1.mlp.down"),
-    "new weights in flight are not recorded": ("dense", """
-    @after("engine.vllm_engine")
-    def change(m):
-        wrap(m.Running, "add", lambda real, self, token, logp, version: real(self, token, logp, 0))
-""", engine_checks.IN_FLIGHT, "parts ((0, 0),)"),
-    "the engine does not build": ("dense", """
-    @after("engine.vllm_api")
-    def change(m):
-        def fails(real, arguments):
-            raise RuntimeError("no kernel image is available")
-        wrap(m, "build", fails)
-""", engine_checks.BUILD, "no kernel image is available"),
-}  # fmt: skip
-TRAINER = {
-    "a bucket is lost": ("dense", """
-    @after("weights.transfer")
-    def change(m):
-        wrap(m._Buffers, "finish", lambda real, self: (self.batch.wait(), setattr(self, "arrivals", [])))
-""", train_checks.ARRIVE, ""),
-    "a piece at a wrong offset": ("dense", """
-    @after("weights.transfer")
-    def change(m):
-        wrap(m, "_unpack", lambda real, slot, values: real(slot.roll(1), values))
-""", train_checks.ARRIVE, ""),
-    "NaN in one shard": ("dense", """
-    @after("stages.update")
-    def change(m):
-        def stepped(real, policy, batches, call, **k):
-            out = real(policy, batches, call, **k)
-            if rank == 1:
-                next(call.args[2][0].parameters()).data[3, 3] = float("nan")
-            return out
-        wrap(m, "take_step", stepped)
-""", train_checks.FINITE, "rank 1"),
-    "rope base in the engine's config": ("dense", """
-    @after("engine.vllm_engine")
-    def change(m):
-        wrap(m, "for_engine", lambda real, config: {**real(config), "rope_theta": 100.0})
-""", train_checks.WHERE, "attention of layer 0"),
-    "weights one publication late": ("dense", """
-    @after("weights.resharder")
-    def change(m):
-        last = {}
-        def moved(real, self, chunks, parameters, version):
-            transfer = real(self, chunks, parameters, version)
-            for name, p in parameters.items():
-                new = p.clone()
-                p.copy_(last.get(name, new))
-                last[name] = new
-            return transfer
-        wrap(m.Resharder, "to_engine", moved)
-""", train_checks.WHERE, "embedding"),
-    "weights of the second engine alone": ("dense", """
-    @after("weights.resharder")
-    def change(m):
-        def moved(real, self, chunks, parameters, version):
-            transfer = real(self, chunks, parameters, version)
-            if rank == 1:
-                parameters["model.layers.1.mlp.down_proj.weight"].mul_(-3)
-            return transfer
-        wrap(m.Resharder, "to_engine", moved)
-""", train_checks.WHERE, "MLP of layer 1"),
-    "a router bias that is not sent": ("experts", """
-    @after("weights.resharder")
-    def change(m):
-        def moved(real, self, chunks, parameters, version):
-            transfer = real(self, chunks, parameters, version)
-            [p.zero_() for n, p in parameters.items() if n.endswith("e_score_correction_bias")]
-            return transfer
-        wrap(m.Resharder, "to_engine", moved)
-""", train_checks.WHERE, "MLP of layer 1"),
-    "scaling in the engine's config": ("latent attention", """
-    @after("engine.vllm_engine")
-    def change(m):
-        def scaled(real, config):
-            config = real(config)
-            name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-            return {**config, name: {**config[name], "mscale_all_dim": 0.2}}
-        wrap(m, "for_engine", scaled)
-""", train_checks.WHERE, "attention of layer 0"),
-    "dropout in the trainer": ("dense", """
-    @after("stages.update")
-    def change(m):
-        def stepped(real, policy, batches, call, **k):
-            for module in call.args[2][0].modules():
-                if hasattr(module, "hidden_dropout"):
-                    module.hidden_dropout = 0.2
-            return real(policy, batches, call, **k)
-        wrap(m, "take_step", stepped)
-""", train_checks.RATIO, "1 +- "),
-    "memory that is not given back": ("dense", """
-    @after("stages.update")
-    def change(m):
-        held = []
-        def stepped(real, *a, **k):
-            held.append(torch.ones(200 << 18))
-            return real(*a, **k)
-        wrap(m, "take_step", stepped)
-""", train_checks.GROWTH, "MiB"),
-    "a resume that forgets the optimizer": ("dense", """
-    @after("loop.run")
-    def change(m):
-        def loaded(real, self, model, optimizer, start):
-            if start.kind == "resume":
-                for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-                    for state in part.optimizer.state.values():
-                        state["exp_avg"].zero_()
-            return real(self, model, optimizer, start)
-        wrap(m.Run, "on_checkpoint_loaded", loaded)
-""", train_checks.RESUME, "resumed"),
-    "weights of a token's experts in the engine's config": (YOURS, """
-    @after("engine.vllm_engine")
-    def change(m):
-        wrap(m, "for_engine", lambda real, config: {**real(config), "norm_topk_prob": False})
-""", train_checks.WHERE, "MLP of layer 0"),
-}  # fmt: skip
 
 
-def environment(tmp_path: Path, code: str) -> dict[str, str]:
-    (tmp_path / "sitecustomize.py").write_text(BEGIN + code)
-    path = os.pathsep.join(filter(None, (str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+def of_engine(folder: Path, code: str, dtype: str, models: Mapping[str, Any]) -> list[Result]:
+    (file := folder / "models.json").write_text(json.dumps(models))
+    program, env = (engine_checks.__name__, engine_checks.ENGINE_CHECKS), planted(folder, code)
+    found = run_checks(*program, Nodes(1), folder / "work", 300.0, env, dtype, str(file), *models)
+    return explained(found, doctor.ALL_CHECKS)
 
 
-def of_engine(tmp_path: Path, code: str, dtype: str, models: Mapping[str, Any]) -> list[Result]:
-    (file := tmp_path / "models.json").write_text(json.dumps(models))
-    program, env = (engine_checks.__name__, engine_checks.ENGINE_CHECKS), environment(tmp_path, code)
-    return run_checks(*program, Nodes(1), tmp_path / "work", 300.0, env, dtype, str(file), *models)
+def of_trainer(folder: Path, code: str, model: str, dtype: str, full: bool = False) -> list[Result]:
+    entry, axis = Entry(ROOT / "examples" / "pretrain_gpt.py", []), (train_checks.LAYOUTS | {YOURS: ("tp",)})[model][0]
+    arguments = LAUNCH.split() if dtype == "bfloat16" and model in ("dense", YOURS) else ()
+    bench = train_checks.TrainBench(Nodes(2), folder, entry, planted(folder, code), dtype, arguments)
+    found = train_checks.check_model(model, axis, bench, bench.prepare(), first=True, full=full)
+    return explained([*found], doctor.ALL_CHECKS)
 
 
-def bench(tmp_path: Path, code: str, dtype: str, arguments: Sequence[str] = ()) -> train_checks.TrainBench:
-    entry = Entry(ROOT / "examples" / "pretrain_gpt.py", [])
-    return train_checks.TrainBench(Nodes(2), tmp_path, entry, environment(tmp_path, code), dtype, arguments)
+def of_ranks(folder: Path, code: str, ranks: int, **env: str) -> list[Result]:
+    program, env = (rank_checks.__name__, rank_checks.RANK_CHECKS), planted(folder, code) | env
+    return explained(run_checks(*program, Nodes(ranks), folder / "run", 60.0, env), doctor.ALL_CHECKS)
 
 
-def check_named(results: Iterable[Result], check: Check | None, words: str) -> None:
-    results = explained(list(results), doctor.ALL_CHECKS)
-    print(table(results))
-    named = guilty(results)
-    assert [r.check for r in named] == ([check.name] if check else []), named
-    assert all(words in r.figure for r in named)
+def verdicts(results: Iterable[Result], verdict: str) -> set[str]:
+    return {r.check for r in results if r.verdict == verdict}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", ENGINE)
+@pytest.mark.parametrize("fault", FAULTS["engine"])
 def test_faults_of_the_engine(tmp_path, fault):
-    model, code, check, words = ENGINE[fault]
-    models = small_models.models_of(())[0]
-    check_named(of_engine(tmp_path, code, "float32", {model: models[model]}), check, words)
+    model, code, *expected = FAULTS["engine"][fault]
+    check_named(of_engine(tmp_path, code, "float32", {model: small_models.models_of(())[0][model]}), *expected)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("fault", TRAINER)
+@pytest.mark.parametrize("fault", FAULTS["trainer"])
 def test_faults_of_trainer_and_engine(tmp_path, fault):
-    model, code, check, words = TRAINER[fault]
-    own = bench(tmp_path, code, *(("bfloat16", LAUNCH.split()) if model == YOURS else ("float32",)))
-    axis = (train_checks.LAYOUTS | {YOURS: ("tp",)})[model][0]
-    check_named(train_checks.check_model(model, axis, own, own.prepare(), first=True, full=False), check, words)
+    model, code, *expected = FAULTS["trainer"][fault]
+    check_named(of_trainer(tmp_path, code, model, "bfloat16" if model == YOURS else "float32"), *expected)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_healthy_engine_is_not_named_in_bfloat16(tmp_path):
     models, why = small_models.models_of(LAUNCH.split())
     assert list(models) == [*train_checks.LAYOUTS, YOURS] and not why
     assert (models[YOURS]["model_type"], models[YOURS]["num_hidden_layers"]) == ("qwen3_moe", 2)
-    check_named(of_engine(tmp_path, "", "bfloat16", models), None, "")
+    check_named(of_engine(tmp_path, "", "bfloat16", models))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("model", [*train_checks.LAYOUTS, YOURS])
 def test_a_healthy_trainer_is_not_named_in_bfloat16(tmp_path, model):
-    own = bench(tmp_path, "", "bfloat16", LAUNCH.split() if model in ("dense", YOURS) else ())
-    axis = (train_checks.LAYOUTS | {YOURS: ("tp",)})[model][0]
-    results = train_checks.check_model(model, axis, own, own.prepare(), first=True, full=model == YOURS)
-    check_named(results, None, "")
+    check_named(of_trainer(tmp_path, "", model, "bfloat16", full=model == YOURS))
+
+
+@pytest.mark.parametrize("fault", FAULTS["ranks"])
+def test_faults_of_ranks(tmp_path, fault):
+    ranks, code, *expected = FAULTS["ranks"][fault]
+    check_named(found := of_ranks(tmp_path, code, ranks), *expected)
+    folder = tmp_path / "run"
+    assert len([*folder.glob("rank-*.jsonl")]) == ranks
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or ())]
+    assert {r.check for r in found} == {check.name for check in rank_checks.RANK_CHECKS}
+    assert code == SLOW_RANK or [r.check for r in found if r.verdict == FAIL] == [expected[0][0].name]
+
+
+def test_ranks_that_cannot_start_are_named(tmp_path):
+    one, *others = of_ranks(tmp_path, "", 2, MINDSPEED_RL_DEVICE="abacus")
+    assert (one.check, one.verdict) == (rank_checks.RANKS_START.name, FAIL)
+    assert one.told.startswith("rank") and ": died after " in one.told and "abacus" in one.figure
+    assert {r.verdict for r in others} == {NOT_RUN}
+
+
+def test_a_single_rank_has_no_links(tmp_path):
+    not_run = {check.name for check in (*rank_checks.LINK_CHECKS, *DEVICE_CHECKS)}
+    assert verdicts(of_ranks(tmp_path, "", 1), NOT_RUN) == not_run
+
+
+def wait_for(line: str, log: Path, process: subprocess.Popen) -> None:
+    while line not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+
+
+class Call:
+    """A call of `doctor` with results in `out`, whose temporary folder and /dev/shm are its own."""
+
+    def __init__(self, tmp_path: Path, *words: str, code: str = "") -> None:
+        self.out, self.log, shared = tmp_path / "doctor.html", tmp_path / "log", tmp_path / "shm"
+        shared.mkdir()
+        self.private, temporary = PRIVATE | {"RUN_MARK": tmp_path.name}, tempfile.mkdtemp()  # vLLM needs a short one
+        self.folders = (temporary, shared)
+        env = planted(tmp_path, code) | self.private | {"TMPDIR": temporary}
+        own = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" /dev/shm && exec "$@"', str(shared)]
+        doctor = [sys.executable, "-m", "mindspeed_rl_plugin", "doctor", "--out", str(self.out), *words]
+        self.began = time.monotonic()
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen([*own, *doctor], env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+
+    def end(self) -> tuple[int, list[Result]]:
+        """Exit status and results. Nothing is left behind, and the file has nothing private."""
+        code = self.process.wait(1100)
+        print(f"status {code}, {time.monotonic() - self.began:.0f} s", self.log.read_text())
+        left = [
+            p for p in psutil.process_iter(["environ"]) if self.private.items() <= (p.info["environ"] or {}).items()
+        ]
+        assert left == sum(map(os.listdir, self.folders), []) == []
+        text = self.out.read_text()
+        assert not re.search(r"\b(src|href|https?:)", text), "it opens without a network"
+        for word in (*self.private.values(), str(ROOT), str(Path.home()), self.folders[0], socket.gethostname()):
+            assert not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text), word
+        return code, results_of(self.out)
+
+
+@needs_unshare
+def test_a_healthy_machine(tmp_path):
+    call = Call(tmp_path)
+    code, found = call.end()
+    check_named(found)
+    assert code == 0 and "nothing is at fault" in call.log.read_text()
+    assert verdicts(found, NOT_RUN) == NOT_ON_A_CPU
+    assert {r.part for r in found if r.verdict == PASS} == {"machine", "memory", "links", "engine", "trainer"}
+
+
+@needs_unshare
+def test_an_interrupt_in_the_middle(tmp_path):
+    call = Call(tmp_path)
+    wait_for("doctor: engine", call.log, call.process)
+    time.sleep(10)
+    call.process.send_signal(signal.SIGINT)
+    code, found = call.end()
+    check_named(found)
+    assert code == 130 and "interrupted: other checks did not run" in call.log.read_text()
+    assert {r.part for r in found} >= {"machine", "memory", "links"}, "what ran before"
+
+
+@needs_unshare
+@pytest.mark.parametrize("fault", FAULTS["command"])
+def test_the_whole_command_names_a_fault_once(tmp_path, fault):
+    parts, code, *expected = FAULTS["command"][fault]
+    code, found = Call(tmp_path, "--only", *parts.split(), code=code).end()
+    check_named(found, *expected)
+    failed = [r for r in found if r.verdict == FAIL]
+    assert code == 1 and {r.part for r in failed} >= {*parts.split()}
+    assert {r.follows for r in failed} <= {"", f"{expected[0][0].part}: {expected[0][0].name}"}
+
+
+@needs_namespaces
+@pytest.mark.parametrize("fault", FAULTS["machines"])
+def test_a_fault_is_named_with_its_machine(tmp_path, fault):
+    ranks, code, shell, *expected = FAULTS["machines"][fault]
+    first, second, gone = tmp_path / "log0", tmp_path / "log1", fault == "a machine that is gone"
+    with two_machines() as machines:
+        words = ("--only", "machine", "links")
+        agents = start_doctor(machines, tmp_path, *words, ranks=ranks, code=code, shell=shell)
+        if gone:
+            wait_for("memory and links", second, agents[1])
+            time.sleep(5)  # in the middle of its ranks
+            machines[1].kill()
+        codes = [agent.wait(200) for agent in agents]
+        print(said := first.read_text(), second.read_text())
+        assert not any(machine.processes() for machine in machines)
+    assert codes == [int(bool(expected)), -9 if gone else 0]
+    assert "part  " in said and "part  " not in second.read_text(), "the first machine has the table"
+    check_named(found := results_of(tmp_path / "doctor.html"), *expected)
+    assert "open files" in verdicts(found, PASS), "results that did come are kept"
+    if not expected:
+        assert {r.figure[:8] for r in found if r.check == "point to point"} == {"12 pairs"}
+        assert verdicts(found, NOT_RUN) == NO_ACCELERATOR | {"--save"}

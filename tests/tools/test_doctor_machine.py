@@ -12,7 +12,7 @@ from torch.distributed import TCPStore
 
 from mindspeed_rl_plugin.device.device import Device
 from mindspeed_rl_plugin.host import engine_env
-from mindspeed_rl_plugin.tools.doctor import doctor, links, machine, memory_checks
+from mindspeed_rl_plugin.tools.doctor import doctor, machine, rank_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, NOT_RUN, PASS, Check, Result, explained, guilty, merge
 
@@ -152,7 +152,7 @@ def test_clocks_and_ports_between_machines(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 8])
 def test_all_pairs_meet_and_no_rank_waits_for_ever(world: int) -> None:
-    left = [list(links.meetings(rank, world)) for rank in range(world)]
+    left = [list(rank_checks.meetings(rank, world)) for rank in range(world)]
     met = []
     while now := {mine[0] for mine in left if mine and all(left[rank][:1] == mine[:1] for rank in mine[0])}:
         met += now
@@ -165,7 +165,7 @@ def named(world: int, slow: dict, machines: str = "") -> list[str]:
     places = machines or "a" * world
     pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
     times = {(a, b): (1 if places[a] == places[b] else 10) * slow.get((a, b), 1.0) for a, b in pairs}
-    return list(links.blame(links.slow_pairs(times, places), world))
+    return list(rank_checks.blame(rank_checks.slow_pairs(times, places), world))
 
 
 def test_a_slow_link_or_its_slow_rank_is_named() -> None:
@@ -181,7 +181,7 @@ def test_a_slow_link_or_its_slow_rank_is_named() -> None:
 def test_links_at_a_tenth_of_their_speed_fail_on_an_accelerator() -> None:
     def speed(seconds: float, between: float = 0.01, host: bool = False) -> Result:
         pairs = {(a, b): seconds if a // 8 == b // 8 else between for a in range(16) for b in range(16) if a != b}
-        return links.speed_of_most(pairs, "a" * 8 + "b" * 8, host)
+        return rank_checks.speed_of_most(pairs, "a" * 8 + "b" * 8, host)
 
     assert speed(0.013).verdict == PASS and speed(0.014).verdict == FAIL  # 64 MiB at 5 GB/s: 13.4 ms
     assert speed(0.01, 0.053).verdict == PASS and speed(0.01, 0.054).verdict == FAIL  # at 1.25 GB/s: 53.7 ms
@@ -196,10 +196,10 @@ class Accelerator(Device):
 
 
 def failed_of_memory(one: Device) -> list[str]:
-    return [r.check for step in memory_checks.memory_steps(one) for r in step.results() if r.verdict == FAIL]
+    return [r.check for step in rank_checks.memory_steps(one) for r in step.results() if r.verdict == FAIL]
 
 
-COPIES = [check.name for check in memory_checks.COPIES]
+COPIES = [check.name for check in rank_checks.COPIES]
 
 
 def nothing() -> None:
@@ -207,16 +207,16 @@ def nothing() -> None:
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = memory_checks._pattern(7)
+    words = rank_checks._pattern(7)
     assert words.isnan().tolist() == [i % 3 == 0 for i in range(7)] and len(set(words.view(torch.int32).tolist())) == 7
-    monkeypatch.setattr(memory_checks, "COPY_WORDS", (1, 4097))
+    monkeypatch.setattr(rank_checks, "COPY_WORDS", (1, 4097))
     assert failed_of_memory(Device("cpu")) == []
     with monkeypatch.context() as fault:
         idle = SimpleNamespace(start=lambda copies: SimpleNamespace(wait=nothing, synchronize=nothing))
         fault.setattr(Device, "copier", lambda self: idle)
         assert failed_of_memory(Device("cpu")) == COPIES[2:]
     with monkeypatch.context() as change:
-        change.setattr(memory_checks, "busy", (work := []).append)
+        change.setattr(rank_checks, "busy", (work := []).append)
         assert failed_of_memory(Device("cpu")) == [] and len(work) == 3 * 4 * 2  # ways, copies, sizes: behind work
     with monkeypatch.context() as fault:
         copy_, storage = torch.Tensor.copy_, torch.Tensor.untyped_storage
@@ -224,10 +224,10 @@ def test_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert failed_of_memory(Device("cpu")) == COPIES  # NaNs are lost
         fault.undo()
         fault.setattr(torch.Tensor, "untyped_storage", lambda tensor: storage(tensor.clone()))
-        assert failed_of_memory(Device("cpu")) == [memory_checks.FREED.name]  # views have another storage
-    *_, bandwidth = memory_checks.memory_steps(Accelerator("cpu"))
+        assert failed_of_memory(Device("cpu")) == [rank_checks.FREED.name]  # views have another storage
+    *_, bandwidth = rank_checks.memory_steps(Accelerator("cpu"))
     for seconds, verdict in ((1.2e-8, PASS), (1.3e-8, FAIL)):  # 2.7 and 2.46 GB/s
-        monkeypatch.setattr(memory_checks, "timed", lambda device, call, s=seconds: s)
+        monkeypatch.setattr(rank_checks, "timed", lambda device, call, s=seconds: s)
         assert [r.verdict for r in bandwidth.results()] == [verdict]
 
 

@@ -88,6 +88,10 @@ def test_the_command_writes_to_no_place_of_the_job(capsys):
     assert words[:6] == ["train.py", "--save", "S", "--rl-reward", "math", "exact"]
     assert words[6:12] == ["--save", "/view", "--rl-run-dir", "/view/rl", "--exit-interval", "7"]
     assert words[-2:] == ["--rl-clip-high", "0.3"] and not capsys.readouterr().err, "the last one counts"
+    flags = ["--rl-reward", "exact", "--no-rl-ignore-eos", "--rl-overlong-buffer", "9", "--rl-temperature", "0.5"]
+    words_of(4, [*flags, "--rl-kl-reward-coef", "1", "--lr-warmup-iters", "3"])
+    said = capsys.readouterr().err
+    assert "recorded one: --rl-reward, --no-rl-ignore-eos, --rl-overlong-buffer\n" in said
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
     torchrun ... -m mindspeed_rl_plugin.tools.doctor.compare FOLDER [--any-flag] SCRIPT.py ARGS
 
-The outputs after the embedding, after attention and MLP (or experts) of each layer, after the last norm, and the
-log-probs are compared. Each rank writes to FOLDER/parts-RANK.jsonl one line for each version of the weights. The engine
-runs without captured graphs, which would hide its places. --any-flag: as in `rehearse.absent_modules`.
+The outputs after the embedding, after attention and MLP (or experts) of each layer, after the last norm, the logits
+and the log-probs are compared. Each rank writes to FOLDER/parts-RANK.jsonl one line for each version of the weights.
+The engine runs without captured graphs, which would hide its places. --any-flag: as in `rehearse.absent_modules`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,19 +35,20 @@ from mindspeed_rl_plugin.tools.rehearse import absent_modules
 PROMPT, RESPONSE_TOKENS = tuple(range(5, 13)), 8
 PARTS_FILES = "parts-"  # files of comparisons begin with it
 KILLS = "DOCTOR_KILLS"  # environment variable "RANK:VERSION": this rank is killed in the transfer of this version
-KILLED_FILE = "killed"  # holds the time at which a rank was killed
+KILLED_FILE = "killed"  # made when a rank is killed
 OWN_LAUNCH = "DOCTOR_OWN_LAUNCH"  # environment variable: the model is the user's; no checkpoint is written
 # Largest difference that rounding makes, relative to the norm of a token's output, by dtype.
 DTYPE_NOISE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-LOG_PROBS = "log-probs"
+LOGITS, LOG_PROBS = "logits", "log-probs"
 Places = dict[str, list[Tensor]]
 
 
 def engine_places(model: nn.Module) -> dict[str, nn.Module]:
-    """Place -> module of vLLM's model."""
+    """Place -> module of vLLM's model; that of the logits returns those of the tokens that are sampled."""
     inner = next(m for m in model.modules() if hasattr(m, "layers") and hasattr(m, "norm"))
     embedding = getattr(inner, "embed_tokens", None) or inner.word_embeddings
-    return {"embedding": embedding, **_of_layers(enumerate(inner.layers)), "last norm": inner.norm}
+    inside = {"embedding": embedding, **_of_layers(enumerate(inner.layers)), "last norm": inner.norm}
+    return {**inside, LOGITS: next(m.logits_processor for m in model.modules() if hasattr(m, "logits_processor"))}
 
 
 def trainer_places(chunks: Sequence[nn.Module], noop: Sequence[int]) -> dict[str, nn.Module]:
@@ -64,6 +64,7 @@ def trainer_places(chunks: Sequence[nn.Module], noop: Sequence[int]) -> dict[str
         # MindSpeed-LLM has it in the chunk if there are layers for multi-token prediction.
         last = getattr(chunk, "final_layernorm", None) or getattr(chunk.decoder, "final_layernorm", None)
         out |= {} if last is None else {"last norm": last}
+        out |= {LOGITS: chunk.output_layer} if chunk.post_process else {}
     return out
 
 
@@ -79,13 +80,13 @@ def _of_layers(layers: Any) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def recorded(places: Mapping[str, nn.Module], rows: Callable[[Tensor], Tensor]) -> Iterator[Places]:
-    """Within the context the outputs of the modules are collected. rows: output -> `[tokens, hidden]`."""
+def recorded(places: Mapping[str, nn.Module], rows: Callable[[str, Tensor], Tensor]) -> Iterator[Places]:
+    """Within the context the outputs of the modules are collected. rows: place, output -> `[tokens, hidden]`."""
     seen: Places = {place: [] for place in places}
 
     def hook(place: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        whole = rows(output[0] if isinstance(output, tuple) else output)
-        seen[place].append(whole.detach().to("cpu", torch.float32, copy=True))  # later operators work in place
+        if (first := output[0] if isinstance(output, tuple) else output) is not None:  # logits, on other ranks
+            seen[place].append(rows(place, first).detach().to("cpu", torch.float32, copy=True))  # may be overwritten
 
     handles = [module.register_forward_hook(functools.partial(hook, place)) for place, module in places.items()]
     try:
@@ -96,7 +97,7 @@ def recorded(places: Mapping[str, nn.Module], rows: Callable[[Tensor], Tensor]) 
 
 
 def ask_engine(engine: Any) -> tuple[Completion, Places]:
-    """A greedy response, and the outputs of each place `[P + R - 1, H]`."""
+    """A greedy response, and the outputs of each place `[P + R - 1, H]`; of the logits `[R, V]`."""
     from mindspeed_rl_plugin.engine import vllm_api
     from mindspeed_rl_plugin.engine.rollout_engine import generate
 
@@ -104,17 +105,17 @@ def ask_engine(engine: Any) -> tuple[Completion, Places]:
     request = GenerateRequest(
         SampleId(-7, 0, 0), PROMPT, Sampling(RESPONSE_TOKENS, temperature=0.0, ignore_eos=True), 1
     )
-    with recorded(engine_places(vllm_api.model(engine._worker)), lambda output: output) as seen:
+    with recorded(engine_places(vllm_api.model(engine._worker)), lambda _, output: output) as seen:
         (done,) = generate(engine, [request], deadline=engine.options.deadline)
     whole = {}
-    for place, steps in seen.items():  # vLLM may pad a step, and run dummy steps afterwards
-        first, *more = steps
-        whole[place] = [torch.cat([first[: len(PROMPT)], *(step[:1] for step in more[: RESPONSE_TOKENS - 1])])]
+    for place, (first, *more) in ((place, steps) for place, steps in seen.items() if steps):
+        prompt = first[: 1 if place == LOGITS else len(PROMPT)]  # vLLM may pad a step, and run dummy steps afterwards
+        whole[place] = [torch.cat([prompt, *(step[:1] for step in more[: RESPONSE_TOKENS - 1])])]
     return done, whole
 
 
 def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[list[float], Places]:
-    """Log-probs of the response and the outputs of each place, on this rank. Collective."""
+    """Log-probs of the response and the outputs of each place, on this rank; of the logits `[R, V/tp]`. Collective."""
     from megatron.training import get_args
 
     from mindspeed_rl_plugin.forward.pipeline import compute_logps
@@ -126,11 +127,14 @@ def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[lis
     columns = {"tokens": Ragged.from_rows([row] * count), "loss_mask": Ragged.from_rows([mask] * count)}
     rows = Rows(tuple(SampleId(-7, 0, i) for i in range(count)), columns)
 
-    def first_row(output: Tensor) -> Tensor:
+    def first_row(place: str, output: Tensor) -> Tensor:
+        if place == LOGITS:
+            return output[len(PROMPT) - 1 : len(tokens) - 1, 0]
         return _complete(output)[: len(tokens) - 1, 0]  # `[S, mb, H]`
 
     with recorded(trainer_places(chunks, noop_layers(get_args())), first_row) as seen:
-        logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
+        compute_logps(chunks, [rows] * settings.rounds_of, dataclasses.replace(settings, chunk_tokens=0))
+    logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
     return ([] if logps is None else logps[0].rows()[0][len(PROMPT) :].tolist()), seen
 
 
@@ -143,19 +147,25 @@ def _complete(output: Tensor) -> Tensor:
 
 
 def parts(
-    engine: Places, trainer: Places, logps: tuple[Sequence[float], Sequence[float]], noise: float, equal: int
+    engine: Places, trainer: Places, logps: tuple[Sequence[float], ...], noise: float, equal: int, tp: int = 0
 ) -> dict[str, Any]:
     """Place -> difference that a quarter of the tokens exceeds (rounding gives single tokens other experts), and the
     first place where it is larger than the noise, with its first token. equal: number of response tokens, from the
-    first on, that trainer and engine have in common; what follows them is not compared."""
+    first on, that trainer and engine have in common; what follows them is not compared. tp: number of this rank among
+    those that divide the trainer's logits; those of the engine are complete, or only another rank has them."""
     count, logps = len(PROMPT) + equal, (logps[0][:equal], logps[1][:equal])
     far, first = {}, None
-    for place, (ours, *_) in trainer.items():
-        ours, theirs = ours[:count], engine[place][0][:count]
+    for place, (ours, *_) in ((place, outputs) for place, outputs in trainer.items() if place in engine):
+        before, theirs = 0, engine[place][0]
+        if place == LOGITS:
+            before, theirs = len(PROMPT) - 1, theirs[:, tp * ours.shape[1] :]
+            width = min(ours.shape[1], theirs.shape[1])  # the rest is padding
+            ours, theirs = ours[:, :width], theirs[:, :width]
+        ours, theirs = ours[: count - before], theirs[: count - before]
         each = ((ours - theirs).norm(dim=-1) / ours.norm(dim=-1).clamp_min(1e-6)).nan_to_num(torch.inf)
         far[place] = _upper_quartile(each)
         if first is None and far[place] > noise:
-            first = {"place": place, "token": int((each > noise).nonzero()[0, 0])}
+            first = {"place": place, "token": before + int((each > noise).nonzero()[0, 0])}
     if logps[1]:
         far[LOG_PROBS] = _upper_quartile((torch.tensor(logps[0]) - torch.tensor(logps[1])).abs())
         if first is None and not far[LOG_PROBS] <= noise:
@@ -170,19 +180,23 @@ def _upper_quartile(values: Tensor) -> float:
 def depth(place: str) -> float:
     """A number by which places are ordered as the model computes them."""
     what, _, layer = place.partition(" of layer ")
-    return int(layer) + (what == "MLP") / 2 if layer else {"embedding": -1.0, "last norm": 1e6}.get(place, 1e7)
+    others = {"embedding": -1.0, "last norm": 1e6, LOGITS: 2e6, LOG_PROBS: 3e6}
+    return int(layer) + (what == "MLP") / 2 if layer else others[place]
 
 
 def attach(folder: Path, colocation: ModuleType) -> None:
     """From now on each rollout of this process is compared."""
+    from megatron.core import parallel_state
+
     from mindspeed_rl_plugin.engine import vllm_engine
 
-    arguments, own = vllm_engine.engine_arguments, colocation.Colocation
-    original, transfer = own.awake, own._to_engine
-    killed = [int(n) for n in os.environ.get(KILLS, "-1:-1").split(":")]
+    arguments, original = vllm_engine.engine_arguments, colocation.Colocation.awake
 
     @contextlib.contextmanager
     def awake(self: Any, version: int) -> Iterator[Any]:
+        if os.environ.get(KILLS) == f"{dist.get_rank()}:{version}":
+            (folder / KILLED_FILE).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         with original(self, version) as moved:
             done, engine = ask_engine(self.engine)
             yield moved
@@ -193,17 +207,12 @@ def attach(folder: Path, colocation: ModuleType) -> None:
         pairs = enumerate(zip(box[0], done.tokens, strict=True))
         equal = next((i for i, (a, b) in pairs if a != b), len(done.tokens))
         noise = DTYPE_NOISE[self.resharder.dtype]
-        line = parts(engine, {p: o for p, o in trainer.items() if o}, (done.logps, logps), noise, equal)
+        trainer, tp = {p: o for p, o in trainer.items() if o}, parallel_state.get_tensor_model_parallel_rank()
+        line = parts(engine, trainer, (done.logps, logps), noise, equal, tp)
         with open(folder / f"{PARTS_FILES}{dist.get_rank()}.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"version": version, "noise": noise, **line}) + "\n")
 
-    def to_engine(self: Any, version: int) -> Any:
-        if [dist.get_rank(), version] == killed:
-            (folder / KILLED_FILE).write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return transfer(self, version)
-
-    own.awake, own._to_engine = awake, to_engine
+    colocation.Colocation.awake = awake
     vllm_engine.engine_arguments = lambda *a: arguments(*a) | {"enforce_eager": True}
 
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import html
 import json
+import math
 import os
 import sys
 import tempfile
@@ -19,7 +20,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from mindspeed_rl_plugin.checkpoints.disk import checkpoint_bytes
 from mindspeed_rl_plugin.device import get_device
+from mindspeed_rl_plugin.layout.layout import canonical_tensors
 from mindspeed_rl_plugin.monitor.run_files import versions, write_text
 from mindspeed_rl_plugin.status.status_file import folder_of
 from mindspeed_rl_plugin.status.story import tell
@@ -36,6 +39,7 @@ from mindspeed_rl_plugin.tools.doctor.result import (
     table,
     without_private,
 )
+from mindspeed_rl_plugin.tools.plan.script_args import namespace, read_arguments
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, capture, end_by_signals
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, find_entry
@@ -125,6 +129,8 @@ class _Doctor:
         if self.options.compare:
             if "--rl-algorithm" not in flags:
                 raise ValueError(f"--compare {self.options.script}: it has no --rl-algorithm; add its --rl-* flags")
+            if not {"--load", "--pretrained-checkpoint"} & flags.values.keys():
+                _say(f"{self.options.script} has no --load: the random weights with which it begins are compared")
             yield from train_checks.compare_launch(self._bench(launch, dtype))
             return
         parts = {
@@ -149,10 +155,19 @@ class _Doctor:
         if split and get_device().kind == "cuda":  # Blackwell runs kernels in order by itself
             split = get_device().api.get_device_capability()[0] < 10
         where = str(launch.cwd / save) if save else ""
-        yield from machine.machine_results(
-            self.nodes, get_device().kind, where, {machine.ONE_CONNECTION} if split else ()
-        )
+        saved, bites = self._checkpoint(launch, flags) if where else 0, {machine.ONE_CONNECTION} if split else ()
+        yield from machine.machine_results(self.nodes, get_device().kind, where, saved, bites)
         yield from machine.between(self.nodes)
+
+    def _checkpoint(self, launch: CapturedLaunch, flags: Flags) -> int:
+        """Bytes of a checkpoint of the launch; 0 if the size of its model is not known."""
+        try:
+            planned = read_arguments(flags, launch.world, folder=launch.cwd)
+        except ValueError as error:
+            _say(f"  --save is checked for 1 GiB only: {error}")
+            return 0
+        sizes = (math.prod(tensor.shape) for tensor in canonical_tensors(planned.shape).values())
+        return checkpoint_bytes(namespace(flags), sum(sizes), planned.itemsize)
 
     def _ranks(self, seconds: float) -> list[Result]:
         program = rank_checks.__name__, rank_checks.RANK_CHECKS

@@ -32,38 +32,26 @@ from mindspeed_rl_plugin.weights.live import engine_storage
 LOGP_LIMITS = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.03}
 TELL_US, _INSTALL = "report this with the file of --out", "install versions that README names"
 _check, _nats = partial(Check, "engine"), "transformers', at most {nats:g} nats (median)"
-BUILD = _check("build", "", f"the message says what vLLM lacks; {_INSTALL}", "engine trainer")
+_cause = partial(_check, explains="engine trainer")
+BUILD = _cause("build", "", f"the message says what vLLM lacks; {_INSTALL}")
 GRAPHS = _check("captured graphs", "at least 1", "look for warnings about graphs in the log that --keep keeps")
-LOADED = _check(
-    "answers of loaded weights", _nats, f"vLLM computes another model than transformers: {_INSTALL}", "engine trainer"
-)
+LOADED = _cause("answers of loaded weights", _nats, f"vLLM computes another model than transformers: {_INSTALL}")
 SAMPLED = _check(
     "log-probs of sampled tokens",
     "those of temperature and top-p, at most {nats:g} nats (median)",
     "the sampler's log-probs are of another distribution: install a vLLM (vllm-ascend) that has logprobs_mode",
 )
 SLEEP_FREES = _check("memory that sleep frees", "at least {mib:.0f} MiB", "turn expandable segments off")
-WOKEN = _check(
-    "tensors after waking",
-    "shapes and strides of before",
-    f"waking replaces the model's tensors: {_INSTALL}",
-    "engine trainer",
+WOKEN = _cause(
+    "tensors after waking", "shapes and strides of before", f"waking replaces the model's tensors: {_INSTALL}"
 )
-WRITTEN = _check("weights that were written", "each piece reads as it was written", TELL_US, "engine trainer")
-DERIVED_TENSORS = _check(
-    "tensors derived from weights", "none is stale", f"decoding is stale: {_INSTALL}", "engine trainer"
+WRITTEN = _cause("weights that were written", "each piece reads as it was written", TELL_US)
+DERIVED_TENSORS = _cause("tensors derived from weights", "none is stale", f"decoding is stale: {_INSTALL}")
+NEW_WEIGHTS = _cause(
+    "answers of new weights", _nats, f"the engine still computes with something of the older ones: {TELL_US}"
 )
-NEW_WEIGHTS = _check(
-    "answers of new weights",
-    _nats,
-    f"the engine still computes with something of the older ones: {TELL_US}",
-    "engine trainer",
-)
-PREFIX = _check(
-    "prefixes cached by older weights",
-    _nats,
-    f"the engine answers with what older weights cached: {_INSTALL}",
-    "engine trainer",
+PREFIX = _cause(
+    "prefixes cached by older weights", _nats, f"the engine answers with what older weights cached: {_INSTALL}"
 )
 AFTER_SLEEP = _check(
     "answers after sleep and waking",
@@ -71,8 +59,13 @@ AFTER_SLEEP = _check(
     "state of the engine is lost in its sleep: --rl-schedule async with devices for engines alone needs no sleep",
 )
 IN_FLIGHT = _check("weights that change between two steps", f"two parts, each {_nats}", "use --rl-schedule sync")
+AS_BUILT = _check(
+    "answers as it was built",
+    "the same tokens, with those weights written again",
+    f"something of other weights is left in the engine: {TELL_US}",
+)
 ENGINE_CHECKS = (BUILD, GRAPHS, LOADED, SAMPLED, SLEEP_FREES, WOKEN, WRITTEN, DERIVED_TENSORS)
-ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT)
+ENGINE_CHECKS += (NEW_WEIGHTS, PREFIX, AFTER_SLEEP, IN_FLIGHT, AS_BUILT)
 
 _ASKED_TOKENS, _LONG, _DEADLINE, _CACHE = 12, 160, 120.0, 64 << 20
 _ASKED = [tuple(range(5, 5 + n)) for n in (7, 33, _LONG)]
@@ -113,6 +106,7 @@ class EngineBench:
             NEW_WEIGHTS: self.change,
             PREFIX: partial(self.compared, 1, _ASKED),
             IN_FLIGHT: self.between,
+            AS_BUILT: self.restored,
         }
         yield from (CheckCall(check, call, self.model, limits) for check, call in calls.items())
         if self.engine:
@@ -145,7 +139,9 @@ class EngineBench:
 
     def loaded(self) -> Found:
         self.engine.update_weights(0)
-        return self.compared(0, _ASKED)
+        found = self.compared(0, _ASKED)
+        self.built = self.answers
+        return found
 
     def sleep(self) -> Found:
         self.forms_before, held = self.forms(), self.bytes()
@@ -173,14 +169,23 @@ class EngineBench:
         (self.changed,) = self.engine.poll(_DEADLINE)
         return self.compared(1, [_UNSEEN]) if good else (False, f"not written: {figure}")
 
+    def restored(self) -> Found:
+        """Write the weights with which the engine was built: it must answer as it did then."""
+        good, figure = self.write(0)
+        self.engine.update_weights(0)
+        self.compared(0, _ASKED)
+        equal = sum(a == b for a, b in zip(self.built, self.answers, strict=True))
+        return good and equal == len(_ASKED), f"{equal} of {len(_ASKED)} responses" if good else figure
+
     def ask(self, prompts: Sequence[tuple[int, ...]], **sampling: float) -> list[Completion]:
         """Responses of _ASKED_TOKENS tokens each."""
         return generate(self.engine, _requests(prompts, **sampling), deadline=_DEADLINE)
 
     def compared(self, judge: int, prompts: Sequence[tuple[int, ...]], **sampling: float) -> Found:
         """Ask. Largest median difference of a response's log-probs from those of transformers' model number `judge`."""
-        far = 0.0
-        for prompt, one in zip(prompts, self.ask(prompts, **sampling), strict=True):
+        far, done = 0.0, self.ask(prompts, **sampling)
+        self.answers = [one.tokens for one in done]
+        for prompt, one in zip(prompts, done, strict=True):
             logits = self.judges[judge].logits([*prompt, *one.tokens[:-1]])[len(prompt) - 1 :]
             far = max(far, _difference(logits, one, **sampling))
         return far <= self.nats, f"{far:.2g} nats"

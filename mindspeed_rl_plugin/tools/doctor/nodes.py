@@ -21,7 +21,7 @@ from torch.distributed import Store, TCPStore
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock.machines import reachable_address
 from mindspeed_rl_plugin.environment import environment_apart
-from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
+from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge, table
 
 _at_once = "start doctor on all machines at once; look at the output of this one"
 ANSWERS = Check("machine", "results of all machines", fix=_at_once, explains="machine links trainer")
@@ -72,7 +72,8 @@ class Nodes:
 
     def gather(self, mine: Sequence[Result]) -> tuple[list[Result], set[str]]:
         """The results of all machines and their private names, on the first one; on others their own. A failure that
-        names no rank names its machine, if it is not equal on all machines."""
+        names no rank names its machine, if it is not equal on all machines. Raises ConnectionError, with the results of
+        this machine, if the first one is gone."""
         user = (os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path(os.environ.get("HOME", "")).name)
         names = {socket.gethostname(), socket.getfqdn(), *user, self.own} - {"", "root", "localhost"}
         if self.count == 1:
@@ -80,9 +81,11 @@ class Nodes:
         told = {"names": [*names], "results": [asdict(r) for r in mine]}
         self.store.set(f"doctor/{self.index}", json.dumps(told))
         if self.index:
-            with contextlib.suppress(RuntimeError):  # the first machine has ended
-                self._comes("doctor/done", 0)
-            return list(mine), names
+            with contextlib.suppress(RuntimeError):  # the store is gone with the first machine
+                if self._comes("doctor/done", 0):
+                    return list(mine), names
+            own = table(mine)
+            raise ConnectionError(f"the first machine is gone, and with it all results but those of this one:\n{own}")
         came = [index for index in range(self.count) if self._comes(f"doctor/{index}", index)]
         every = {i: json.loads(self.store.get(f"doctor/{i}")) for i in came}
         rows = [(i, Result.of(row)) for i, told in every.items() for row in told["results"]]

@@ -91,13 +91,15 @@ def run_checks(
                 results += [_of_rank(rank, Result.of(row)) for row in line.get("results", ())]
         inside |= {rank: line} if "at" in line else {}
     first = max((r for r in results if r.ended), key=lambda r: r.value, default=None)
-    kind = HUNG if first is None or first.figure.startswith("TimeoutError") else WAITED  # for the rank that ended first
+    late = first is not None and first.figure.startswith("TimeoutError")  # the rank that ended first has lost no other
+    kind = HUNG if first is None or late else WAITED
     status = {int(rank): code for rank, code in _EXIT_STATUS.findall("\n".join(done.lines))}
     for rank, line in inside.items():
         (check,) = (c for c in table if (c.part, c.name) == (line["part"], line["name"]))
-        code, after = status.get(rank, "-15"), f"{time.time() - line['at']:.0f} s"  # torchrun ends the others by -15
+        code, after = status.get(rank, "-15"), f"{time.time() - line['at']:.0f} s"
         died = f"died after {after} with exit status {code}: {reason(done)}"
-        how = (kind, f"hung for {after}") if code == "-15" else (DIED, died)
+        by_torchrun = code == "-15" or late and code == "-9"  # by the latter it ends a rank that is stopped
+        how = (kind, f"hung for {after}") if by_torchrun else (DIED, died)
         results.append(_of_rank(rank, check.ended(*how, line["where"])))
     ran = {(r.check, place) for r in results for place in (r.where, "")}
     left = [

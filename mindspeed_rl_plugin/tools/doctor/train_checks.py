@@ -33,44 +33,38 @@ from mindspeed_rl_plugin.tools.rehearse.substitutes import WRITES, substitute
 
 # Largest distance of a ratio from 1: the pass before the update runs the same kernels.
 RATIO_LIMITS = {"float32": 1e-3, "bfloat16": 0.01, "float16": 0.01}
-_check = partial(Check, "trainer")
-ARRIVE = _check(
+_check, _cause = partial(Check, "trainer"), partial(Check, "trainer", explains="trainer")
+ARRIVE = _cause(
     "weights arrive",
     "digests of trainer and engine are equal",
     f"a transfer loses, misplaces or changes weights; try the other --rl-reshard, and {TELL_US}",
-    "trainer",
 )
-FINITE = _check(
+FINITE = _cause(
     "weights are finite",
     "no NaN, no infinity",
     "the trainer's own weights are broken, not the transfer: look at the optimizer and at the kernels of the update",
-    "trainer",
 )
-RUNS = _check("GRPO iterations", "they run to their end", "the message says why not", "trainer")
-WHERE = _check(
+RUNS = _cause("GRPO iterations", "they run to their end", "the message says why not")
+WHERE = _cause(
     "where they part",
     "nowhere: at most {noise:g} of a token's norm",
     "what computes this first place differs: its weights, its flags in the launch script, its kernel in the engine",
-    "trainer",
 )
-AGREE = _check(
+AGREE = _cause(
     "log-probs of trainer and engine",
     "at most {nats:g} nats (mean)",
     "trainer and engine agree on one prompt and not on many: look at sampling (temperature, top-p) and at batches",
-    "trainer",
 )
-RATIO = _check(
+RATIO = _cause(
     "ratio of the first update",
     "1 +- {ratio:g}",
     "the update computes other log-probs than the pass before it: is dropout on, or a kernel not deterministic?",
-    "trainer",
 )
 GROWTH = _check("memory of successive iterations", "at most +{mib} MiB", f"memory is not given back: {TELL_US}")
-RESUME = _check(
+RESUME = _cause(
     "save and resume",
     "iterations 2 and 3 have the same numbers",
     f"a checkpoint does not restore everything: {TELL_US}",
-    "trainer",
 )
 KILLED = _check(
     "a rank killed in a transfer",
@@ -80,7 +74,11 @@ KILLED = _check(
 TRAIN_CHECKS = (ARRIVE, FINITE, RUNS, WHERE, AGREE, RATIO, GROWTH, RESUME, KILLED)
 
 # Model -> axes by which its trainer is divided, each in a job of its own; all but the first only with --full.
-LAYOUTS = {"dense": ("tp", "pp", "dp"), "experts": ("ep", "tp"), "latent attention": ("pp", "tp")}
+LAYOUTS = {
+    "dense": ("tp", "pp", "dp"),
+    "experts": ("ep", "tp", "pp", "dp"),
+    "latent attention": ("pp", "tp", "ep", "dp"),
+}
 _DTYPE_FLAGS = {"bfloat16": ["--bf16"], "float16": ["--fp16"], "float32": []}
 # A launch without SCRIPT.sh.
 _NO_SCRIPT = """
@@ -276,8 +274,8 @@ def _resumed(where: str, folder: Path, argv: Sequence[str], bench: TrainBench) -
     if not last:
         yield KILLED.not_run("there is one rank", where)
         return
-    killed = float((again_in / compare.KILLED_FILE).read_text()) if (again_in / compare.KILLED_FILE).exists() else began
-    ended = began + done.seconds - killed
+    killed = again_in / compare.KILLED_FILE
+    ended = done.seconds - (killed.stat().st_mtime - began if killed.exists() else 0)
     said = next((line for line in done.lines if re.search(rf"\brank {last}\b", line) and "[rl]" in line), "")
     good = done.code not in (0, None) and bool(said) and ended <= _ENDS_WITHIN
     text = f"after {ended:.0f} s: {said or f'no line names rank {last}'}"

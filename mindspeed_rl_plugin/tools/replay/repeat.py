@@ -9,14 +9,18 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, has_state, iteration_dir, split_iteration_dir
+from mindspeed_rl_plugin.config.flag import flag_name
+from mindspeed_rl_plugin.config.rl_config import group_types
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.environment import REPLAY
 from mindspeed_rl_plugin.launch.lr_schedule import FLAG_OF
@@ -32,6 +36,9 @@ from mindspeed_rl_plugin.tools.replay import compared
 
 STARTS = "--load --pretrained-checkpoint --ckpt-step --enable-hf2mg-convert"
 NEW_SCHEDULE, SAVED_SCHEDULE = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
+# Groups of flags, and single ones, that a replay reads again; of the rest some only made the rollout.
+_READ_GROUPS, _READ_AGAIN = ("algorithm", "forward", "monitor"), {"--rl-temperature", "--rl-tokenizer", "--rl-stage"}
+_OF_ROLLOUT = re.compile(r"--(no-)?rl-(overlong|dynamic-sampling|filtration)")
 OTHER_LAYOUT = 1e-4  # relative; a number may differ by this on another layout
 
 
@@ -86,6 +93,10 @@ def command(about: dict, nearest: int, ranks: int, iteration: int, flags: Sequen
         given.values.pop(SAVED_SCHEDULE, None)
         given.values[NEW_SCHEDULE] = ()
         print(f"with {NEW_SCHEDULE}: without it {scheduled[0]} is refused or has no effect", file=sys.stderr)
+    groups = (group for name, group in group_types().items() if name not in _READ_GROUPS)
+    made = {flag_name(f.name) for group in groups for f in fields(group)} - _READ_AGAIN
+    if idle := [flag for flag in asked.values if flag.replace("--no-", "--") in made or _OF_ROLLOUT.match(flag)]:
+        print(f"without effect, since the rollout is the recorded one: {', '.join(idle)}", file=sys.stderr)
     # A job that writes dumps computes old log-probs by a pass of their own.
     own = ["--save", view, "--rl-run-dir", f"{view}/rl", "--exit-interval", str(iteration)]
     own += ["--rl-old-logprobs", "pass", *(["--rl-generators", "0"] if "--rl-generators" in given else [])]
