@@ -133,6 +133,8 @@ def shared_prompts(args: Any, config: RLConfig) -> Iterator[str]:
     flag, out = "--rl-share-prompts", "or remove --rl-share-prompts"
     if (size := args.context_parallel_size) > 1:
         yield f"{flag} with --context-parallel-size {size} would split tree rows; give --context-parallel-size 1, {out}"
+    if config.forward.logprob_chunk_tokens == 0:
+        yield f"{flag} with --rl-logprob-chunk-tokens 0: a token may have several labels; raise the latter, {out}"
     for name, what in _NOT_IN_TREES.items():
         if (value := getattr(args, name, None)) not in (None, False, "", "vanilla"):
             given = spelt(name) if value is True else f"{spelt(name)} {value}"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.forward.fragments import Common, Trees
+from mindspeed_rl_plugin.forward.fragments import SLACK, Common, Near, Trees
 from mindspeed_rl_plugin.rows import Group, SampleId
 
 MicroBatchIds = tuple[SampleId, ...]
-Near = Mapping[SampleId, Collection[int]]  # row -> data parallel ranks on the machine that has it
-SLACK = 0.01  # share of tokens by which the fullest rank may grow, so that machines train rows that they have
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,7 @@ def _dealt(step: Step, lengths: Mapping[SampleId, int], budget: TokenBudget, nea
 
 def _dealt_trees(step: Step, trees: Trees, budget: TokenBudget, near: Near | None) -> Step:
     """As `_dealt`, by fragments of groups."""
-    parts = trees.dealt(step.ids, len(step.micro_batches), budget.whole)
-    sizes = {rows: trees.tokens(rows) for part in parts for rows in part}
-    if near is not None and len({len(rows) for rows in sizes}) == 1:  # else they cannot be swapped
-        parts = _nearer(parts, sizes, {rows: near[rows[0]] for rows in sizes})
+    parts = trees.dealt(step.ids, len(step.micro_batches), budget.whole, near)
 
     def filled(part: list[MicroBatchIds]) -> list[MicroBatchIds]:
         ids = [i for rows in part for i in rows]

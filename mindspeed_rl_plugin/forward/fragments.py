@@ -6,7 +6,8 @@ of a group's rows that are neighbours in the order of their tokens, so that they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -16,6 +17,8 @@ from mindspeed_rl_plugin.rows import Group, SampleId
 Common = tuple[tuple[int, int], ...]
 """A group's members in the order of their tokens, each with the number of tokens that it shares with the one before."""
 Fragment = tuple[SampleId, ...]
+Near = Mapping[SampleId, Collection[int]]  # row -> data parallel ranks on the machine that has it
+SLACK = 0.01  # share of tokens by which the fullest rank may grow, so that machines train rows that they have
 
 
 def common_tokens(rows: Sequence[np.ndarray]) -> Common:
@@ -39,6 +42,7 @@ class Trees:
     def __init__(self, lengths: Mapping[SampleId, int], common: Mapping[Group, Common]) -> None:
         self.lengths = lengths
         self._place: dict[SampleId, int] = {}
+        self._known: dict[Fragment, list[tuple[int, int]]] = {}
         self._shared = {group: [n for _, n in members] for group, members in common.items()}
         for group, members in common.items():
             self._place |= {SampleId(*group, member): place for place, (member, _) in enumerate(members)}
@@ -72,38 +76,76 @@ class Trees:
             yield tuple(unit)
 
     def halved(self, ids: Sequence[SampleId], whole: bool) -> list[Fragment]:
-        """Fragment in two parts, whose larger one has as few tokens as possible. whole: groups are not divided."""
+        """Rows in two parts that have few tokens together and then, if several ways are equal, a small larger part.
+        whole: groups are not divided."""
         rows = [i for group in self.groups(ids) for i in group]
         points = [n for n in range(1, len(rows)) if not whole or rows[n - 1][:2] != rows[n][:2]]
-        at = min(points, key=lambda n: (max(self.tokens(rows[:n]), self.tokens(rows[n:])), n))
+        sizes = {n: (self.tokens(rows[:n]), self.tokens(rows[n:])) for n in points}
+        at = min(points, key=lambda n: (sum(sizes[n]), max(sizes[n]), n))
         return [tuple(rows[:at]), tuple(rows[at:])]
 
-    def dealt(self, ids: Sequence[SampleId], parts: int, whole: bool) -> list[list[Fragment]]:
-        """Fragments divided among ranks: equally many rows, and few tokens on the fullest rank. Groups are cut into
-        equal pieces if that balances better; their prompts then run on several ranks. whole: groups are not divided."""
+    def dealt(self, ids: Iterable[SampleId], parts: int, whole: bool, near: Near | None) -> list[list[Fragment]]:
+        """Fragments divided among ranks: equally many rows, and few tokens on the fullest rank. A group is divided if
+        that balances better; its prompt then runs on several ranks. whole: groups are not divided; near: see
+        `batching.plan_tokens`."""
         groups = self.groups(ids)
-        counts = [1] if whole else [2**n for n in range(max(map(len, groups)).bit_length())]
-        plans = [self._deal([f for rows in groups for f in _pieces(rows, n)], parts) for n in counts]
-        return min(plans, key=lambda plan: max(self.tokens(i for rows in part for i in rows) for part in plan))
+        even = self.tokens(ids) / parts * (1 + SLACK)
+        plain, most = self._levelled(self._deal(groups, parts), whole, even)
+        if near is None:
+            return plain
+        nearer, loads = self._levelled(self._deal(groups, parts, near), whole, max(even, most * (1 + SLACK)))
+        return nearer if loads <= most * (1 + SLACK) else plain
 
-    def _deal(self, fragments: Sequence[Fragment], parts: int) -> list[list[Fragment]]:
-        """The largest fragment first, each to the rank with the fewest tokens that has place for it. If none has, the
-        rank takes as many of its rows as it has place for."""
-        free = [sum(map(len, fragments)) // parts] * parts
+    def _deal(self, groups: Sequence[Fragment], parts: int, near: Near | None = None) -> list[list[Fragment]]:
+        """The largest group first, each to a rank that has place for it: if possible one near it, and of these the one
+        with the fewest tokens. If none has place, a rank takes as many of its rows as it has place for."""
+        free = [sum(map(len, groups)) // parts] * parts
         dealt: list[list[Fragment]] = [[] for _ in range(parts)]
         tokens = [0] * parts
-        for rest in sorted(fragments, key=lambda rows: (-self.tokens(rows), rows)):
+        for rest in sorted(groups, key=lambda rows: (-self.tokens(rows), rows)):
             while rest:
-                open_ = [p for p in range(parts) if free[p]]
-                part = min(open_, key=lambda p: (free[p] < len(rest), tokens[p], p))
+                away = [near is not None and p not in near[rest[0]] for p in range(parts)]
+                order = sorted(range(parts), key=lambda p: (free[p] < len(rest), away[p], tokens[p], p))
+                part = next(p for p in order if free[p])
                 taken, rest = rest[: free[part]], rest[free[part] :]
                 dealt[part].append(taken)
                 tokens[part] += self.tokens(taken)
                 free[part] -= len(taken)
         return dealt
 
+    def _levelled(self, dealt: list[list[Fragment]], whole: bool, limit: float) -> tuple[list[list[Fragment]], int]:
+        """The same, with tokens of the fullest rank: it swaps as many rows with another rank, the emptiest first, as
+        long as this helps, until it has at most `limit` tokens."""
+        loads = [sum(map(self.tokens, rows)) for rows in dealt]
+        while max(loads) > limit:
+            full = loads.index(max(loads))
+            others = sorted((p for p in range(len(dealt)) if p != full), key=lambda p: (loads[p], p))
+            kinds = (True,) if whole else (True, False)  # a division costs a prompt, so it comes last
+            if not any(self._swap(dealt, loads, full, other, kind) for kind in kinds for other in others):
+                break
+        return dealt, max(loads)
 
-def _pieces(rows: Fragment, count: int) -> list[Fragment]:
-    """Fragment cut into at most `count` pieces of equally many rows, up to one."""
-    size = -(-len(rows) // count)
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
+    def _swap(self, dealt: list[list[Fragment]], loads: list[int], full: int, other: int, whole: bool) -> bool:
+        """Swap the first rows of a fragment of each rank, so that the fuller rank has as few tokens as possible then.
+        False: no swap helps."""
+        found = []
+        for a, b in itertools.product(dealt[full], dealt[other]):
+            ours, theirs = self._cuts(a), self._cuts(b)
+            for n, ((first, rest), (given, kept)) in enumerate(zip(ours, theirs, strict=False), 1):
+                if not whole or not (rest or kept):
+                    after = loads[full] - ours[-1][0] + rest + given, loads[other] - theirs[-1][0] + kept + first
+                    found.append((max(after), n, a, b, after))
+        best = min(found, default=None)
+        if best is None or best[0] >= loads[full]:
+            return False
+        _, n, ours, theirs, (loads[full], loads[other]) = best
+        for rank, out, into, rest in ((full, ours, theirs[:n], ours[n:]), (other, theirs, ours[:n], theirs[n:])):
+            dealt[rank].remove(out)
+            dealt[rank] += filter(None, (rest, into))
+        return True
+
+    def _cuts(self, rows: Fragment) -> list[tuple[int, int]]:
+        """For each n from 1 on: tokens of the first n rows, and tokens of the others, apart from each other."""
+        if rows not in self._known:
+            self._known[rows] = [(self.tokens(rows[:n]), self.tokens(rows[n:])) for n in range(1, len(rows) + 1)]
+        return self._known[rows]

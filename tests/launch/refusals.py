@@ -346,6 +346,7 @@ REFUSED: dict[str, list[dict]] = {
     ],
     "upstream_checks.shared_prompts": [
         ULYSSES | SHARED | {"transformer_impl": "local"},
+        SHARED | {"--rl-logprob-chunk-tokens": "0"},
         SHARED | {"window_size": (128, 0)},
         SHARED | {"hybrid_layer_pattern": "M*-"},
         SHARED | {"softmax_type": "learnable"},

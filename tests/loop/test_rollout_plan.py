@@ -1,12 +1,14 @@
 """The plan of a rollout whose groups share tokens: the same on every rank, and after a checkpoint."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mindspeed_rl_plugin.forward import TokenBudget
 from mindspeed_rl_plugin.forward.fragments import common_tokens
+from mindspeed_rl_plugin.launch import read_inputs
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, tokens_of_group
 from mindspeed_rl_plugin.loop.placement import Placement
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, of_epoch
@@ -75,3 +77,29 @@ def test_a_checkpoint_keeps_what_rows_share():
 )
 def test_what_a_start_expects_of_a_group(sizes, expected):
     assert tokens_of_group(*sizes) == expected
+
+
+class Data(list):
+    """Rows as a stream of prompts or pairs gives them."""
+
+    at = list.__getitem__
+
+
+def test_a_start_says_what_it_expects(monkeypatch):
+    said = []
+    monkeypatch.setattr(read_inputs, "say", said.append)
+    prompts = [
+        SimpleNamespace(tokens=(1,) * n, prompt=(1,) * n, chosen=(2,) * 10, rejected=(3,) * 30) for n in (90, 110)
+    ]
+    for pairs, members, responses in ((False, 8, ("64", "16")), (True, 2, ("20",))):
+        inputs = SimpleNamespace(
+            data=Data(prompts),
+            sizes=SimpleNamespace(members=members),
+            forward=SimpleNamespace(max_tokens=4096),
+            config=SimpleNamespace(rollout=SimpleNamespace(max_response_length=64)),
+            algorithm=SimpleNamespace(from_pairs=pairs),
+        )
+        read_inputs._announce_sharing(inputs)
+        assert all(f"a pass with responses of {n} (" in said[-1] for n in responses)
+    assert "100 tokens (mean of 2), so 8 rows compute 612 instead of 1312 tokens" in said[0] and "(2.14x)" in said[0]
+    assert "so 2 rows compute 140 instead of 240 tokens" in said[1]
