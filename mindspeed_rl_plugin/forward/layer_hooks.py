@@ -26,13 +26,12 @@ _last: list[tuple[Tensor, Branches]] = []  # the mask that was decoded last, whi
 def install(model: torch.nn.Module, kernel: Kernel) -> None:
     """Hook the attention, rotary embeddings, experts and layers of a model chunk, once. kernel: of the attention."""
     for module in model.modules():
-        attention, rotary = (getattr(module, name, None) for name in ("core_attention", "rotary_pos_emb"))
-        if attention is not None:
-            _hook(attention, "forward", functools.partial(_attend, kernel))
+        if hasattr(attention := getattr(module, "self_attention", None), "core_attention"):
+            _hook(module, "forward", _layer)
+            _hook(attention.core_attention, "forward", functools.partial(_attend, kernel))
+            rotary = getattr(attention, "rotary_pos_emb", None)
             if isinstance(rotary, torch.nn.Module):  # of latent attention, which calls it in each layer
                 _hook(rotary, "forward", _rotary)
-        if hasattr(module, "self_attention"):
-            _hook(module, "forward", _layer)
         if hasattr(router := getattr(module, "router", None), "routing"):
             _hook(router, "routing", _routing)
             _hook(module, "forward", _experts)

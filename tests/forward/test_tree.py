@@ -1,7 +1,6 @@
 """Trees of rows that share prefixes: their plan, their attention by each kernel, and steps of real Megatron."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,7 +113,10 @@ def test_attention_of_a_tree_is_that_of_each_row(monkeypatch, rows, kernel, grou
     ends = torch.tensor([len(row) for row in rows] + [length - sum(map(len, rows))]).cumsum(0)
     branches = tree.branches if tree else Branches(ends, ends)
     total, layer = int(branches.queries[-1]), torch.nn.Module()
-    layer.core_attention = EngineAttention() if kernel == "engine" else OwnAttention(coefficient)
+    layer.self_attention = torch.nn.Module()
+    layer.self_attention.core_attention = attention = (
+        EngineAttention() if kernel == "engine" else OwnAttention(coefficient)
+    )
     made = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(total, 1, heads, size, generator=made, dtype=torch.float64, requires_grad=True)
@@ -130,13 +132,13 @@ def test_attention_of_a_tree_is_that_of_each_row(monkeypatch, rows, kernel, grou
     expected = torch.autograd.grad(right.square().sum(), (query, key, value))
     for _ in range(2):
         layer_hooks.install(layer, KERNELS[kernel])
-        output = layer.core_attention(query, key, value, branches.encoded())
+        output = attention(query, key, value, branches.encoded())
         torch.testing.assert_close(output, right, rtol=0, atol=1e-14)
         found = torch.autograd.grad(output.square().sum(), (query, key, value))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     if kernel != "engine":
-        assert layer.core_attention(query, key, value, whole := torch.ones(1, 1, 16, 16)) is whole
-        assert layer.core_attention(query, key, value, None) is None
+        assert attention(query, key, value, whole := torch.ones(1, 1, 16, 16)) is whole
+        assert attention(query, key, value, None) is None
 
 
 def test_an_engine_without_types_of_masks_is_refused():
@@ -162,20 +164,28 @@ def case(kind, layout=None, chunks=1, **config):
     return {"kind": kind, "layout": layout or {}, "chunks": chunks, "config": config}
 
 
-STEPS = {
+ORDINARY = {
     1: {
         "groups": case("dense", **FULL),
-        "experts": case("experts"),
+        "latent, experts": case("latent rope experts", **FULL),
         "experts, recomputed": case("experts", **AUX, **BIAS, **SELECTIVE),
-        "latent": case("latent rope", **FULL),
-        "latent, yarn, experts": case("latent yarn experts", **AUX, **FULL),
+        "bf16": case("latent yarn experts", **AUX) | {"dtype": "bfloat16"},
+    },
+    2: {"TP": case("latent yarn experts", TP2, **SP, **AUX, **BIAS, **FULL)},
+}
+SLOW = {
+    1: {
+        "experts": case("experts"),
+        "latent": case("latent rope", **SELECTIVE),
+        "latent, yarn": case("latent yarn experts", **AUX, **FULL),
+        "bf16": case("dense") | {"dtype": "bfloat16"},
+        "fp32": case("experts", **AUX) | {"dtype": "float32"},
     },
     2: {
         "PP": case("dense", PP2),
         "VPP": case("latent rope experts", VPP2, 2, **FULL, **AUX, **SENT),
         "TP": case("dense", TP2, **SP),
         "TP, experts": case("experts", TP2, **SP, **AUX, **BIAS),
-        "TP, latent": case("latent yarn experts", TP2, **SP, **AUX, **FULL),
         "EP": case("latent yarn experts", EP2, **AUX, **SELECTIVE),
     },
 }
@@ -185,20 +195,30 @@ def check_steps(torchrun, ranks, cases, **more):
     done = torchrun(Path(__file__).with_name("tree_ranks.py"), json.dumps(cases), ranks=ranks, **more)
     found = dict(line.split("\t", 1) for line in done.stdout.splitlines() if "\t" in line)
     assert found.keys() == cases.keys()
-    assert all(float(worst.split("\t")[0]) < 1e-10 for worst in found.values()), found
+    limits = {name: 0.03 if "dtype" in one else 1e-10 for name, one in cases.items()}
+    assert all(float(worst.split("\t")[0]) < limits[name] for name, worst in found.items()), found
 
 
-@pytest.mark.parametrize("ranks", STEPS)
+@pytest.mark.parametrize("ranks", ORDINARY)
 def test_a_step_on_trees_is_that_of_rows(torchrun, ranks):
     """In float64: loss, log-probs, counts and every gradient; before the update the same log-probs, bit for bit."""
-    check_steps(torchrun, ranks, STEPS[ranks])
+    check_steps(torchrun, ranks, ORDINARY[ranks])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", SLOW)
+def test_more_steps_on_trees(torchrun, ranks):
+    check_steps(torchrun, ranks, SLOW[ranks])
 
 
 @pytest.mark.upstream
 @pytest.mark.slow
 @pytest.mark.parametrize("checkout", checkouts(), ids=lambda path: path.name)
 def test_steps_of_other_megatron_versions(torchrun, checkout):
-    latent = "HAVE_TE" not in (checkout / "megatron/core/transformer/multi_latent_attention.py").read_text()
-    for ranks, cases in STEPS.items():
-        chosen = {name: one for name, one in cases.items() if latent or "latent" not in one["kind"]}
-        check_steps(torchrun, ranks, chosen, PYTHONPATH=f"{checkout}{os.pathsep}", cold=True)
+    # Core 0.16 builds none without TransformerEngine.
+    latent = "HAVE_TE = False" not in (checkout / "megatron/core/transformer/multi_latent_attention.py").read_text()
+    for steps in (ORDINARY, SLOW):
+        for ranks, cases in steps.items():
+            chosen = {name: one for name, one in cases.items() if latent or "latent" not in one["kind"]}
+            if chosen:
+                check_steps(torchrun, ranks, chosen, PYTHONPATH=str(checkout), cold=True)

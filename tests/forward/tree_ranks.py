@@ -1,9 +1,9 @@
 """Run by test_tree.py under torchrun: a step of real Megatron on rows that share prefixes, as trees and otherwise.
 
-Argument: JSON `{case: {"kind": of the model, "config": Megatron's, "layout": sizes, "chunks": of the pipeline}}`. Each
-case runs in float64: as trees, and without them. There each row runs alone, under Megatron's own attention and mask; if
-the router has a loss or counts, which are those of a micro-batch, rows are packed. Prints `CASE WORST NAME`: of the
-loss, the log-probs, every gradient and count, the largest difference as a share of what it is a difference of.
+Argument: JSON `{case: {"kind": of the model, "config": Megatron's, "layout": sizes, "chunks": of the pipeline, and
+maybe "dtype", else float64}}`. Without trees each row runs alone, under Megatron's own attention and mask. If the
+router has a loss or counts, which are those of a micro-batch, or in another dtype, rows are packed. Prints `CASE WORST
+NAME`: of the loss, log-probs, every gradient and count, the largest difference as a share of what it is a difference of.
 """
 
 import functools
@@ -77,7 +77,8 @@ def model_of(case):
     kind, chunks = case["kind"], case.get("chunks", 1)
     latent, experts = "latent" in kind, "experts" in kind
     given = PLAIN | (LATENT | {"rope_type": kind.split()[1]} if latent else {}) | (EXPERTS if experts else {})
-    given |= {"params_dtype": torch.float64, "pipeline_dtype": torch.float64, **case.get("config", {})}
+    dtype = getattr(torch, case.get("dtype", "float64"))
+    given |= {"params_dtype": dtype, "pipeline_dtype": dtype, **case.get("config", {})}
     given |= {name: size for name, size in case.get("layout", {}).items() if name.endswith("parallel_size")}
     if chunks > 1:
         given["virtual_pipeline_model_parallel_size"] = chunks
@@ -93,11 +94,12 @@ def model_of(case):
         if chunks > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         tokens = dict(vocab_size=VOCAB, max_sequence_length=128, share_embeddings_and_output_weights=False)
-        built = GPTModel(config, spec, position_embedding_type="rope", **tokens, **ends, **stage).double().train()
+        built = GPTModel(config, spec, position_embedding_type="rope", **tokens, **ends, **stage).to(dtype).train()
         for name, weight in sorted(built.named_parameters()):
             random = torch.Generator().manual_seed(sum(map(ord, name)) + 1000 * rank + 100 * chunk)
             noise = torch.randn(weight.shape, generator=random, dtype=torch.float64)
-            weight.data = weight.data + 0.1 * noise if weight.dim() == 1 else noise * 1.5 / weight.shape[-1] ** 0.5
+            noise = weight.data + 0.1 * noise if weight.dim() == 1 else noise * 1.5 / weight.shape[-1] ** 0.5
+            weight.data = noise.to(dtype)
             weight.main_grad = None
         model.append(built)
     return model
@@ -146,9 +148,9 @@ def check(case):
     sizes = dict(temperature=0.8, chunk_tokens=7, max_tokens=200, multiple=layout.get("tensor_model_parallel_size", 1))
     settings = functools.partial(ForwardSettings, 1, 128, VOCAB - 3, **sizes)
     model, batches = model_of(case), micro_batches()
-    aux = model[0].config.moe_aux_loss_coeff or model[0].config.moe_router_enable_expert_bias
+    packed = "dtype" in case or model[0].config.moe_aux_loss_coeff or model[0].config.moe_router_enable_expert_bias
     alone = [rows.select([one]) for rows in batches for one in rows.ids]
-    want = step(model, batches, settings(packed=True)) if aux else step(model, alone, settings())
+    want = step(model, batches, settings(packed=True)) if packed else step(model, alone, settings())
     tree = step(model, batches, settings(packed=True, shared=True))
     before = compute_logps(model, batches, settings(packed=True, shared=True))
     if before is not None:

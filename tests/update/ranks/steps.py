@@ -3,8 +3,8 @@
 Argument: a folder with `cases.json`, {case: {"flags": Megatron's, "variants": {variant: fields of
 AlgorithmConfig}, and where they differ "critic", "tied": of the model, "chunk", "budget" (tokens of a micro-batch),
 "packed", "shared", "bounded" (attention takes packed rows by their boundaries), "rows": what `changed` makes of the
-rollout, "mode": a fault that the test must catch, or another way}}. Writes `CASE.pt`: {variant: what `step_of` returns}. Weights
-stay as they are (learning rate 0), so the variants of a case share one model.
+rollout, "mode": a fault that the test must catch, or another way}}. Writes `CASE.pt`: {variant: what `step_of`
+returns}. Weights stay as they are (learning rate 0), so the variants of a case share one model.
 """
 
 import contextlib
