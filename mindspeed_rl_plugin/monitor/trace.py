@@ -85,4 +85,4 @@ class Trace:
         if path.exists():
             say(f"trace written: {path} (https://ui.perfetto.dev opens it)")
         else:  # torch_npu's profiler prints its errors and raises none
-            say(f"warning: no trace: {path} is not there; the profiler's messages above say why")
+            print(f"[rl] warning: no trace: {path} is not there; the profiler's messages say why", flush=True)
