@@ -75,7 +75,9 @@ class Nodes:
         names no rank names its machine, if it is not equal on all machines. Raises ConnectionError, with the results of
         this machine, if the first one is gone."""
         user = (os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path(os.environ.get("HOME", "")).name)
-        names = {socket.gethostname(), socket.getfqdn(), *user, self.own} - {"", "root", "localhost"}
+        hosts = {socket.gethostname(), socket.getfqdn()}
+        short = {name for host in hosts if not (name := host.partition(".")[0]).isdigit()}
+        names = {*hosts, *short, *user, self.own} - {"", "root", "localhost"}
         if self.count == 1:
             return list(mine), names
         told = {"names": [*names], "results": [asdict(r) for r in mine]}

@@ -8,14 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_rl_plugin.monitor.names import METRICS
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
-# Texts that belong to the user: addresses, folders, and names of machines in errors of sockets.
+# Texts that belong to the user: addresses, folders, and names of machines in errors of sockets. What has a slash is a
+# path or the name of a model, if it is no fraction, rate or metric.
+_NO_PATH = rf"(?:\d+/\d+|[\w.]+/s|input/output|{'|'.join(map(re.escape, METRICS))})(?!\.?[\w/-])"
 _PRIVATE = re.compile(
-    r"(?<=['\"])[\w.-]+/[\w./-]+(?=['\"])|"
     r"\w+://\S+|[\w.+-]+@[\w.-]+|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<=[A-Z_]=)\S+"
-    r"|(?<![\w.<])~?/[\w.@+-][^:,;)'\"<>]*|\b(?:[\w.-]+/){2,}[\w.-]+|\[?\b[0-9a-f]{1,4}:[0-9a-f:]*:[0-9a-f:]+\]?"
+    rf"|(?<![\w.<])~?/[\w.@+-][^:,;)'\"<>]*|(?<![\w./])(?!{_NO_PATH})(?:[\w.+-]+/)+[\w.+-]*"
+    r"|\[?\b[0-9a-f]{1,4}:[0-9a-f:]*:[0-9a-f:]+\]?"
 )
 _OF_MODELS = ("engine", "trainer")  # parts whose results belong to a model
 _MOST_RANKS = 8  # named in a line
