@@ -187,11 +187,7 @@ def compare_launch(bench: TrainBench) -> Iterator[Result]:
     given.apply("", _NOT_COMPARED)
     given.apply("", "--save={0} --save-interval=1 --rl-schedule=sync --exit-interval=1", folder / "save")
     done = bench.job(folder / "job", given.argv(), **{compare.OWN_LAUNCH: "1"})
-    if not done.ok:  # a message of the user's own job may have texts of the user, so no result holds it
-        print(tail(done), file=sys.stderr)
-    kind = re.match(r"[\w.]*(Error|Exception)\b", reason(done))
-    figure = f"{done.seconds:.0f} s" if done.ok else f"{kind[0] if kind else 'it ended'}: its message is printed above"
-    yield RUNS.result(done.ok, figure, "your launch")
+    yield RUNS.result(done.ok, f"{done.seconds:.0f} s" if done.ok else _why(done, users=True), "your launch")
     if lines := _metrics(folder / "save"):
         yield from _agreement("your launch", lines[:1], folder / "job", bench)
     elif done.ok:  # another machine has the metrics
