@@ -36,7 +36,7 @@ class Result:
     fix: str = ""  # what to do if it fails
     where: str = ""  # the model, link or machine, if there are several
     ranks: tuple[int, ...] = ()  # those that failed; (): it concerns no single rank
-    value: float = 0.0  # of several results of a check that with the largest value is shown
+    value: float = 0.0  # `merge` shows the result with the largest one
     ended: int = 0  # it has not come to its end: 1: it waited for another rank; 2: it hung; 3: it died, or an error
     follows: str = ""  # the failed check that may explain this failure
 
@@ -87,8 +87,9 @@ class Check:
 
 
 def merge(results: Iterable[Result]) -> list[Result]:
-    """One result for each check and place, of several ranks or machines: the worst failure, with all ranks that failed;
-    else the worst result. Ranks that waited are left out if one hung or died, ranks that hung if one died."""
+    """One result for each check and place, from those of several ranks or machines. If some failed, it is the failure
+    with the largest `value`, and names all ranks that failed; else it is the result with the largest `value`. Of ranks
+    that have not come to their end only those of the highest `ended` count: others waited for them."""
     groups, results = dict[tuple[str, str, str], list[Result]](), list(results)
     for r in results:
         if not 0 < r.ended < max(one.ended for one in results if (one.part, one.where) == (r.part, r.where)):

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.tools.text_table import aligned
 
 NOISE = 10.0  # a gap between engine and trainer is suspicious above so many times the median
 SHOWN = 10  # rows of a table
-COUNTS = "tokens samples groups rounds turns episodes observations calls".split()  # units
+_NO_COUNTS = ("", "nats", "share")  # units
 _HEAD = ("row", "reward", "its parts", "place", "token", "weights", "engine", "trainer", "in the dump", "gap")
 _HEAD += ("in this step", "ratio", "advantage", "in the dump")
 Row = Mapping[str, Any]
@@ -24,8 +24,8 @@ Row = Mapping[str, Any]
 def report(
     recorded: Row, again: Row, tokens: Sequence[Row], dump: Sequence[Row], limit: float, sample: SampleId | None
 ) -> str:
-    """All tables. recorded, again: metrics; tokens: lines of `RecordingTrainer`; limit: as in `differ`, of log-probs and advantages also
-    absolute."""
+    """All tables. recorded, again: metrics; tokens: lines of `RecordingTrainer`; limit: relative, as in `differ`; of
+    log-probs and advantages below 1 absolute."""
     dumped = {tuple(row[name] for name in SampleId._fields): row for row in dump}
     least = max(limit, 1e-6)  # a dump has float32
     tokens = [_beside(token, dumped[tuple(token["id"])], least) for token in tokens]
@@ -43,7 +43,7 @@ def differ(a: float, b: float, limit: float, least: float) -> bool:
 
 def differ_by_name(name: str, a: float, b: float, limit: float) -> bool:
     """`differ` of a metric. Counts and learning rates differ by more than the rounding of a sum."""
-    if name.endswith("lr") or meaning(name).unit in COUNTS:
+    if name.endswith("lr") or meaning(name).unit not in _NO_COUNTS:
         return differ(a, b, min(limit, 1e-12), 0.0)
     return differ(a, b, limit, min(limit, 1e-6))
 
