@@ -80,10 +80,7 @@ class Rank:
         wanted = {r: engine_layout(shape, engine, r % engine.ranks) for r in ranks}
         self.source = Weights(sources[self.rank].shapes, lambda size: torch.empty(size, dtype=DTYPE).fill_(0.5))
         self._number(sources[self.rank])
-        self.engine = {
-            name: torch.zeros(size, dtype=DTYPE)
-            for name, size in wanted[self.rank].shapes.items()
-        }
+        self.engine = {name: torch.zeros(size, dtype=DTYPE) for name, size in wanted[self.rank].shapes.items()}
         plan = dict(itemsize=DTYPE.itemsize, rank=self.rank, bucket_bytes=bucket_bytes)
         self.stream = make_plan(sources, wanted, self.tensors, **plan)
         self.shards = make_allgather_plan(sources, wanted, self.tensors, **plan)

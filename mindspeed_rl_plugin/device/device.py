@@ -85,10 +85,12 @@ class Device:
         return ThreadCopier() if self.is_cpu else StreamCopier(self.api)
 
     def profiler(self) -> Any:
-        """torch's profiler of the host and of this device, not started."""
+        """torch's profiler of the host and of this device, not started. On an NPU it is the base class of torch_npu's
+        `profile`, which leaves its raw data in the working directory."""
         profiler = importlib.import_module("torch_npu.profiler") if self.kind == "npu" else torch.profiler
         names = ("CPU",) if self.is_cpu else ("CPU", self.kind.upper())
-        return profiler.profile(activities=[getattr(profiler.ProfilerActivity, name) for name in names])
+        make = profiler._KinetoProfile if self.kind == "npu" else profiler.profile
+        return make(activities=[getattr(profiler.ProfilerActivity, name) for name in names])
 
     def temporary(self) -> Temporary:
         """Measures the memory that a block of code takes: from torch's allocator or, on CPU, in tensor storages."""

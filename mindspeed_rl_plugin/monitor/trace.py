@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,8 +75,14 @@ class Trace:
 
     def _stop(self, span: str) -> None:
         profiler, self._profiler = self._profiler, None
-        profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._who}-{span}.json"
+        path.unlink(missing_ok=True)  # of an earlier run with this --save
+        method = multiprocessing.get_start_method(allow_none=True)
+        profiler.stop()
         profiler.export_chrome_trace(str(path))
-        say(f"trace written: {path} (https://ui.perfetto.dev opens it)")
+        multiprocessing.set_start_method(method, force=True)  # torch_npu's export makes it "fork"
+        if path.exists():
+            say(f"trace written: {path} (https://ui.perfetto.dev opens it)")
+        else:  # torch_npu's profiler prints its errors and raises none
+            print(f"[rl] warning: no trace: {path} is not there; the profiler's messages say why", flush=True)

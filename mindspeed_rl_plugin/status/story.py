@@ -41,9 +41,17 @@ class Seen(SimpleNamespace):
         return "" if self.ended or self.machine != machine() else state_of(self.process, self.began)
 
     @property
+    def unwritten(self) -> bool:
+        """Whether it runs on this machine, but has long written no status: code that holds Python's lock, or a file
+        system, can prevent that."""
+        here = not self.ended and self.machine == machine() and not self.state
+        return here and self.silent > UNWRITTEN_SECONDS
+
+    @property
     def lost(self) -> bool:
         """Whether it neither works nor has ended in order."""
-        return self.ended != IN_ORDER and bool(self.ended or self.state or self.silent > UNWRITTEN_SECONDS)
+        silent = self.silent > UNWRITTEN_SECONDS and not self.unwritten
+        return self.ended != IN_ORDER and bool(self.ended or self.state or silent)
 
     @property
     def inner(self) -> list[tuple[str, str, float]]:
@@ -65,7 +73,8 @@ class Seen(SimpleNamespace):
             return "has ended"
         outer = [what for entries in self.threads[:1] for what, whom, _ in entries[:-1] if not whom]
         parts = [f"{what} for {s:.0f} s" + (f", waits for {whom}" if whom else "") for what, whom, s in self.inner]
-        return "; ".join([*(f"in {what}" for what in outer[-1:]), *parts]) or "between two stages"
+        now = "; ".join([*(f"in {what}" for what in outer[-1:]), *parts]) or "between two stages"
+        return now + f" (it runs, but has written no status for {self.silent:.0f} s)" * self.unwritten
 
     def how(self) -> str:
         """Why it counts as lost."""
@@ -100,8 +109,8 @@ def _status(path: Path) -> dict[str, Any]:
 
 
 def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
-    """(text, seconds) of what the processes wait for, the longest time first; only of the first kind in `_suspicions`
-    that is found, since it explains those after it."""
+    """(text, seconds) of who or what is late, the longest time first. Of the kinds of `_suspicions` only the first one
+    that is found is returned, since it explains those after it."""
     found = sorted(_suspicions(seen), key=lambda one: (one[0], -one[2]))
     return [(text, seconds) for kind, text, seconds in found if kind == found[0][0]]
 
@@ -109,7 +118,7 @@ def suspects(seen: Sequence[Seen]) -> list[tuple[str, float]]:
 def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
     """(kind, text, seconds). Kinds: 0 lost processes, 1 silent links, 2 processes that are no ranks, by facts, 3 by
     what threads wait for, 4 processes that work while others wait for ranks, 5 ranks that stay in a stage which others
-    have left: Megatron's own collectives say of nobody that they wait for it."""
+    have left: Megatron's own collectives say of nobody that they wait for it, 6 processes that run without a status."""
     there = {s.name: s for s in seen if not s.lost}
     alive = [s for s in there.values() if not s.ended]
     waited = any(whom.startswith(OF_RANKS) for s in alive for _, whom, _ in s.inner)
@@ -122,6 +131,8 @@ def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
             yield 0, f"{here}{s.how()}; its last status: {s.where()}", s.silent
         if s.lost or s.ended:
             continue
+        if s.unwritten:
+            yield 6, here + s.where(), s.silent
         for other, seconds in s.facts.get("links", ()):
             if other in there:
                 yield 1, f"the network between {s.name} on {s.host} and {other} on {there[other].host}", seconds
@@ -183,7 +194,7 @@ def _verdict(seen: Sequence[Seen]) -> Iterator[str]:
 
 def _lines(seen: Sequence[Seen]) -> Iterator[str]:
     """A line for each process; neighbours in the order of names that do the same share a line."""
-    same = groupby(seen, key=lambda s: (s.host, s.at, s.lost, [activity[:2] for activity in s.inner]))
+    same = groupby(seen, key=lambda s: (s.host, s.at, s.lost, s.unwritten, [activity[:2] for activity in s.inner]))
     groups = [list(group) for _, group in same]
     for group in groups[:STORY_LINES]:
         first, last = group[0], group[-1]

@@ -39,6 +39,13 @@ def test_cpu_is_what_is_left(monkeypatch):
     assert detect() == "cuda"
 
 
+def test_an_npu_is_profiled_by_the_class_that_deletes_its_raw_data(monkeypatch):
+    names = SimpleNamespace(CPU="cpu", NPU="npu")
+    theirs = SimpleNamespace(ProfilerActivity=names, _KinetoProfile=lambda activities: activities, profile=None)
+    monkeypatch.setitem(sys.modules, "torch_npu.profiler", theirs)
+    assert Device("npu").profiler() == ["cpu", "npu"]
+
+
 def test_a_meter_of_a_device_says_what_it_measures():
     assert "process on the host" in Device("cpu").memory.measures
     assert "device memory" in Device("cuda").memory.measures and "device memory" in Device("npu").memory.measures

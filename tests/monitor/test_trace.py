@@ -2,11 +2,14 @@
 
 import argparse
 import json
+import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
 
 from mindspeed_rl_plugin.config.run_flags import Traced
+from mindspeed_rl_plugin.device import Device
 from mindspeed_rl_plugin.monitor.stage_clock import StageClock
 from mindspeed_rl_plugin.monitor.trace import Trace
 
@@ -44,6 +47,35 @@ def test_a_run_that_ends_within_them_and_another_rank(tmp_path):
     assert run(tmp_path, "4-9") == ["rank0-4-4.json"]
     assert run(tmp_path / "other", "1", rank=1) == []
     assert run(tmp_path / "third", "1", (1, 3), rank=3) == ["rank3-1-1.json"]
+
+
+class NpuProfiler:
+    """As torch_npu's: it raises no error, and its export changes the start method."""
+
+    def __init__(self, writes):
+        self.writes = writes
+
+    def start(self):
+        pass
+
+    stop = start
+
+    def export_chrome_trace(self, path):
+        multiprocessing.set_start_method("fork", force=True)
+        if self.writes:
+            Path(path).write_text("{}")
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_trace_is_written_only_if_its_file_is_there(tmp_path, monkeypatch, capsys, writes):
+    monkeypatch.setattr(Device, "profiler", lambda self: NpuProfiler(writes))
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "rank0-1-1.json").write_text("of an earlier run")
+    run(tmp_path, "1", last=1)
+    said = capsys.readouterr().out
+    assert ("trace written: " in said, "is not there" in said) == (writes, not writes)
+    assert multiprocessing.get_start_method(allow_none=True) is None
 
 
 @pytest.mark.parametrize("text", ["", "0", "3-2", "a-b", "1:", "1-2:a,", "1-2-3"])

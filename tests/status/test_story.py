@@ -145,6 +145,19 @@ def test_a_process_of_this_machine_that_a_signal_stops_or_kills(job):
     assert "its process does not exist any more" in job.first
 
 
+def test_a_process_of_this_machine_that_runs_without_a_status_comes_after_all_that_name_somebody(job):
+    """Code that holds Python's lock writes none."""
+    mine = dict(where=machine(), process=(os.getpid(), began(os.getpid())))
+    job.add("rank 0", ("reward", "", 60), calls=[("a reward worker of slow", 58.0)])
+    job.add("rank 1", COLLECTIVE, silent=44, **mine)
+    assert job.first == "late first: a reward worker of slow for 58 s, for which rank 0 waits"
+    job.add("rank 0", COLLECTIVE).add("rank 1", ("update", "", 9), silent=44, **mine)
+    runs = "(it runs, but has written no status for 44 s)"
+    assert job.first.endswith(f": update for 53 s {runs}")
+    job.add("rank 0", silent=1).add("rank 1", silent=44, **mine)
+    assert job.first.endswith(f": between two stages {runs}")
+
+
 def run_in_child(save, code):
     """Run code in a process with a status file of `save`."""
     start = f"from mindspeed_rl_plugin.status import status_file\nstatus_file.begin({save!r}, 'rank 0', 1, 'SIGUSR2')\n"

@@ -92,8 +92,10 @@ def test_each_check_is_in_the_table_once():
         ("hdfs://nn1:9000/user/bob and user@git.corp", "... and ..."),
         ("VLLM_ATTENTION_BACKEND=FLASHINFER cannot be used", "VLLM_ATTENTION_BACKEND=... cannot be used"),
         ("fe80::1:29500 refused", "... refused"),
-        ("1/2 of input/output, 0.5 nats", "1/2 of input/output, 0.5 nats"),
+        *((text, text) for text in ("1/2 of input/output, 0.5 nats", "12.5 GB/s (3 tokens/s).", "reward/mean: 0.5")),
         ("no file 'data/secret.jsonl'", "no file '...'"),
+        ("no data/secret.jsonl, ./data or ../secret.jsonl", "no ..., ... or ..."),
+        ("acme/secret-model and acme/secret lack reward/mean/secret", "... and ... lack ..."),
         ("rank 7 on node-b of vllm 0.18.0 at node-b.cluster", "rank 7 on ... of vllm 0.18.0 at ..."),
     ],
 )
@@ -116,6 +118,13 @@ def test_a_user_without_a_name_gets_results(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 987654)
     results, names = Nodes(1).gather([FILES.result(True, "9", need=1)])
     assert len(results) == 1 and "" not in names and socket.gethostname() in names
+
+
+def test_the_short_name_of_a_machine_is_private(monkeypatch):
+    monkeypatch.setattr(nodes.socket, "gethostname", lambda: "gpu01.cluster.corp")
+    monkeypatch.setattr(nodes.socket, "getfqdn", lambda: "7.cluster.corp")
+    names = Nodes(1).gather([])[1]
+    assert without_private("7 of gpu01:29500, gpu01.cluster.corp", names) == "7 of ...:29500, ..."
 
 
 class Layer(nn.Module):
@@ -204,7 +213,7 @@ def ended(*lines, code=1):
     return Done("job", code, 9.0, list(lines))
 
 
-def test_what_a_job_says_at_its_end_is_told_apart():
+def test_what_a_job_says_at_its_end_is_told_apart(capsys):
     def verdicts(done, trained=()):
         return {r.check: (r.verdict, r.figure) for r in train_checks._ran("dense", done, trained)}
 
@@ -218,6 +227,10 @@ def test_what_a_job_says_at_its_end_is_told_apart():
     other = verdicts(ended("[rank1]: ImportError: libhccl.so", "nanobind: leaked 64 types!"))
     assert other[train_checks.RUNS.name] == (FAIL, "ImportError: libhccl.so")
     assert [verdict for verdict, _ in other.values()].count(FAIL) == 1
+    secret = ended("[rank1]: acme.secret.GradeError: no module named secret_project")
+    *_, users = train_checks._ran("dense", secret, (), users=True)
+    assert (users.verdict, users.figure) == (FAIL, "GradeError: its message is printed above")
+    assert "secret_project" in capsys.readouterr().err
 
 
 def test_a_message_of_the_users_own_launch_is_printed_and_is_in_no_result(tmp_path, monkeypatch, capsys):

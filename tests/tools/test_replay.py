@@ -119,11 +119,29 @@ def test_numbers_that_differ_come_first():
     before = {"iteration": 3, "loss": 1.0, "reward/mean": 0.5, "lr": 1e-3, "seconds/update": 1.0, "kl/ref": None}
     again = {**before, "loss": 1.00005, "reward/mean": 0.6, "seconds/update": 2.0}
     head, _, *lines = compared.numbers(before, again, 0.0)
-    assert head == "2 of 4 numbers are the recorded ones, the first other one is reward/mean"
+    assert head == "2 of 4 numbers are equal; the first that differs is reward/mean"
     assert [line.split()[0] for line in lines] == ["reward/mean", "loss", "kl/ref", "lr"]
-    assert next(compared.numbers(before, {**before, "lr": None}, 0.0)).endswith("the first other one is lr"), "NaN"
-    assert next(compared.numbers(before, before, 0.0)) == "4 of 4 numbers are the recorded ones, bit for bit"
-    assert next(compared.numbers(before, {**before, "loss": 1.00005}, 1e-4)).endswith("ones, within 0.0001")
+    assert next(compared.numbers(before, {**before, "lr": None}, 0.0)).endswith("the first that differs is lr"), "NaN"
+    assert next(compared.numbers(before, before, 0.0)) == "4 of 4 numbers are equal bit for bit"
+    assert next(compared.numbers(before, {**before, "loss": 1.00005}, 1e-4)).endswith("equal within 0.0001")
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now", "same"),
+    [
+        ("lr", 1e-6, 1e-5, False),
+        ("critic/lr", 1e-6, 1.00001e-6, False),
+        ("trained/tokens", 20000.0, 20001.0, False),
+        ("response/length_mean", 20000.0, 20000.0 * (1 + 1e-15), True),
+        ("kl/ref", 1e-5, 2e-5, False),
+        ("kl/ref", 1e-9, 2e-7, True),
+        ("loss", 0.5, 0.50004, True),
+        ("grad_norm", 0.01, 0.0101, False),
+    ],
+)
+def test_numbers_of_another_layout_differ_by_rounding_alone(name, before, now, same):
+    assert compared.differ_by_name(name, before, now, 1e-4) != same
+    assert compared.differ_by_name(name, before, now, 0.0)
 
 
 def test_the_wrong_token_is_named_not_the_larger_gaps_behind_it():

@@ -1,8 +1,11 @@
 """Waits for messages on an accelerator end by the channel's deadline: its work ignores the limit that it is given."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from mindspeed_rl_plugin.weights import p2p
 from mindspeed_rl_plugin.weights.p2p import MessageBatch, P2PChannel
 
 
@@ -40,6 +43,27 @@ def test_what_never_arrives_ends_by_the_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"rank 3 .*bucket 7 .*\[4, 5\]"):
         batch(Work(0), late, deadline=0.05).wait()
     assert late.queued == 0  # else the stream, and whoever synchronizes it, would wait for ever
+
+
+@pytest.mark.parametrize("true", [1.3e-3, 0.0107, 0.05])
+def test_five_times_as_long_is_measured_as_such(monkeypatch, true) -> None:
+    """By `doctor`; a pause of the system's clock is longer than asked for."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds + 6e-5
+
+    monkeypatch.setattr(p2p, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+
+    def measured(seconds: float) -> float:
+        nonlocal now
+        now, work = 0.0, Work(0)
+        work.is_completed = lambda: now >= seconds
+        batch(work).wait()
+        return now
+
+    assert 4.5 < measured(5 * true) / measured(true) < 5.5
 
 
 def test_an_error_of_the_device_names_the_batch() -> None:

@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.dock.machines import reachable_address
 from mindspeed_rl_plugin.environment import environment_apart
 from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge, table
+from mindspeed_rl_plugin.tools.rehearse.capture import torchrun
 
 _at_once = "start doctor on all machines at once; look at the output of this one"
 ANSWERS = Check("machine", "results of all machines", fix=_at_once, explains="machine links trainer")
@@ -72,14 +73,16 @@ class Nodes:
         """The command line that starts this machine's ranks with these arguments."""
         first = [f"--node-rank={self.index}", f"--master-addr={self.address}", f"--master-port={self.port}"]
         where = [f"--nnodes={self.count}", *first] if self.count > 1 else ["--standalone"]
-        return [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={self.ranks}", *arguments]
+        return [sys.executable, *torchrun(self.ranks, *arguments, where=where)]
 
     def gather(self, mine: Sequence[Result]) -> tuple[list[Result], set[str]]:
         """The results of all machines and their private names, on the first one; on others their own. A failure that
         names no rank names its machine, if it is not equal on all machines. Raises ConnectionError, with the results of
         this machine, if the first one is gone."""
         user = (os.environ.get("USER", ""), os.environ.get("LOGNAME", ""), Path(os.environ.get("HOME", "")).name)
-        names = {socket.gethostname(), socket.getfqdn(), *user, self.own} - {"", "root", "localhost"}
+        hosts = {socket.gethostname(), socket.getfqdn()}
+        short = {name for host in hosts if not (name := host.partition(".")[0]).isdigit()}
+        names = {*hosts, *short, *user, self.own} - {"", "root", "localhost"}
         if self.count == 1:
             return list(mine), names
         told = {"names": [*names], "results": [asdict(r) for r in mine]}

@@ -34,7 +34,7 @@ LEAST_SHARE = 0.1  # of what `plan` assumes; a device or link that is slower fai
 _driver = "report it with the versions of driver, torch and torch-npu; until it is mended, train with --rl-swap none"
 _slot = "look at the device's PCIe slot and at its NUMA node (numactl), and give `plan --host` this figure"
 _bits = partial(Check, "memory", limit="every bit is equal", fix=_driver, explains="memory links engine trainer")
-# All but the first start behind other work; without its wait, each would be wrong.
+# All but "blocking" start behind other work on the device. If their wait did not work, wrong bits would be read.
 COPIES = tuple(_bits(f"copies, {how}") for how in ("blocking", "non_blocking", "a stream waits", "the host waits"))
 FREED = _bits("storage allocated again")
 BANDWIDTH = Check("memory", "bandwidth", "at least {least:g} GB/s; plan assumes {plan:g}", _slot)
@@ -240,8 +240,8 @@ def speed_of_most(times: Mapping[Pair, float], places: Sequence[str], host: bool
 
 
 def _bytes(host: bool) -> int:
-    """Size of a message."""
-    return 4 << (22 if host else 24)
+    """Size of a message [bytes]. On an accelerator it takes a millisecond or more, and `_message` 1.2 GiB of memory."""
+    return 4 << (22 if host else 27)
 
 
 def _message(device: Device, channel: P2PChannel, pair: Pair) -> float:

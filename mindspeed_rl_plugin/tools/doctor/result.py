@@ -8,14 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_rl_plugin.monitor.names import METRICS
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
-# Texts that belong to the user: addresses, folders, and names of machines in errors of sockets.
+# Texts that belong to the user: addresses, folders, and names of machines in errors of sockets. What has a slash is a
+# path or the name of a model, if it is no fraction, rate or metric.
+_NO_PATH = rf"(?:\d+/\d+|[\w.]+/s|input/output|{'|'.join(map(re.escape, METRICS))})(?!\.?[\w/-])"
 _PRIVATE = re.compile(
-    r"(?<=['\"])[\w.-]+/[\w./-]+(?=['\"])|"
     r"\w+://\S+|[\w.+-]+@[\w.-]+|\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?|(?<=[A-Z_]=)\S+"
-    r"|(?<![\w.<])~?/[\w.@+-][^:,;)'\"<>]*|\b(?:[\w.-]+/){2,}[\w.-]+|\[?\b[0-9a-f]{1,4}:[0-9a-f:]*:[0-9a-f:]+\]?"
+    rf"|(?<![\w.<])~?/[\w.@+-][^:,;)'\"<>]*|(?<![\w./])(?!{_NO_PATH})(?:[\w.+-]+/)+[\w.+-]*"
+    r"|\[?\b[0-9a-f]{1,4}:[0-9a-f:]*:[0-9a-f:]+\]?"
 )
 _OF_MODELS = ("engine", "trainer")  # parts whose results belong to a model
 _MOST_RANKS = 8  # named in a line
@@ -33,7 +36,7 @@ class Result:
     fix: str = ""  # what to do if it fails
     where: str = ""  # the model, link or machine, if there are several
     ranks: tuple[int, ...] = ()  # those that failed; (): it concerns no single rank
-    value: float = 0.0  # of several results of a check that with the largest value is shown
+    value: float = 0.0  # `merge` shows the result with the largest one
     ended: int = 0  # it has not come to its end: 1: it waited for another rank; 2: it hung; 3: it died, or an error
     follows: str = ""  # the failed check that may explain this failure
 
@@ -84,8 +87,9 @@ class Check:
 
 
 def merge(results: Iterable[Result]) -> list[Result]:
-    """One result for each check and place, of several ranks or machines: the worst failure, with all ranks that failed;
-    else the worst result. Ranks that waited are left out if one hung or died, ranks that hung if one died."""
+    """One result for each check and place, from those of several ranks or machines. If some failed, it is the failure
+    with the largest `value`, and names all ranks that failed; else it is the result with the largest `value`. Of ranks
+    that have not come to their end only those of the highest `ended` count: others waited for them."""
     groups, results = dict[tuple[str, str, str], list[Result]](), list(results)
     for r in results:
         if not 0 < r.ended < max(one.ended for one in results if (one.part, one.where) == (r.part, r.where)):

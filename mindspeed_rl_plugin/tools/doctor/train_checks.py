@@ -48,7 +48,7 @@ RUNS = _cause("GRPO iterations", "they run to their end", "the message says why 
 WHERE = _cause(
     "where they part",
     "nowhere: at most {noise:g} of a token's norm",
-    "what computes this first place differs: its weights, its flags in the launch script, its kernel in the engine",
+    "the two sides differ first here: compare its weights, its flags in the launch script and its kernel in the engine",
 )
 AGREE = _cause(
     "log-probs of trainer and engine",
@@ -161,7 +161,7 @@ def check_model(
     argv = [*bench.argv(prepared, name, axis), "--save", str(save)]
     done = bench.job(folder / "job", [*argv, "--exit-interval", "3"])
     lines = _metrics(save)
-    yield from _ran(where, done, lines)
+    yield from _ran(where, done, lines, bool(bench.arguments))
     if lines:
         yield from _agreement(where, lines, folder / "job", bench)
         names, limit = ("ratio/min", "ratio/max"), RATIO_LIMITS[bench.dtype]
@@ -191,11 +191,7 @@ def compare_launch(bench: TrainBench) -> Iterator[Result]:
         given.apply("", f"--rl-overlong-* --rl-max-response-length={_COMPARED_TOKENS}")  # the rollout is not compared
     given.apply("", "--save={0} --save-interval=1 --rl-schedule=sync --exit-interval=1", folder / "save")
     done = bench.job(folder / "job", given.argv(), **{compare.OWN_LAUNCH: "1"})
-    if not done.ok:  # a message of the user's own job may have texts of the user, so no result holds it
-        print(tail(done), file=sys.stderr)
-    kind = re.match(r"[\w.]*(Error|Exception)\b", reason(done))
-    figure = f"{done.seconds:.0f} s" if done.ok else f"{kind[0] if kind else 'it ended'}: its message is printed above"
-    yield RUNS.result(done.ok, figure, "your launch")
+    yield RUNS.result(done.ok, f"{done.seconds:.0f} s" if done.ok else _why(done, users=True), "your launch")
     if lines := _metrics(folder / "save"):
         yield from _agreement("your launch", lines[:1], folder / "job", bench)
     else:  # another machine has the metrics, or the job ended after the comparison
@@ -219,7 +215,17 @@ def _agreement(where: str, lines: Sequence[Mapping[str, Any]], job: Path, bench:
     yield AGREE.result(far <= limit, f"{far:.2g} nats{graphs}", where, nats=limit)
 
 
-def _ran(where: str, done: Done, lines: Sequence[Mapping[str, Any]]) -> Iterator[Result]:
+def _why(done: Done, users: bool) -> str:
+    """Why a job failed. users: it has flags of the user, so its message may have texts of the user: it is printed, and
+    the result has only the type of its error."""
+    if not users:
+        return reason(done)
+    print(tail(done), file=sys.stderr)
+    kind = re.match(r"(?:\w+\.)*(\w*(?:Error|Exception))\b", reason(done))
+    return f"{kind[1] if kind else 'it ended'}: its message is printed above"
+
+
+def _ran(where: str, done: Done, lines: Sequence[Mapping[str, Any]], users: bool = False) -> Iterator[Result]:
     trained = done.ok and len(lines) == 3
     kind, message = found.groups() if (found := _BROKEN.search("\n".join(done.lines))) else ("", "")
     for check, error in ((ARRIVE, "WeightMismatch"), (FINITE, "BrokenWeights")):
@@ -227,7 +233,7 @@ def _ran(where: str, done: Done, lines: Sequence[Mapping[str, Any]]) -> Iterator
             yield check.result(False, message, where)
         else:
             yield check.result(True, "", where) if trained else check.not_run("the job ended before", where)
-    yield RUNS.result(trained, f"{done.seconds:.0f} s" if trained else reason(done), where)
+    yield RUNS.result(trained, f"{done.seconds:.0f} s" if trained else _why(done, users), where)
 
 
 def _where(where: str, job: Path) -> Result:
@@ -269,7 +275,7 @@ def _resumed(where: str, folder: Path, argv: Sequence[str], bench: TrainBench) -
     done = bench.job(again_in, argv, **{compare.KILLS: f"{last}:3"})
     again = [line for line in read_metrics(save / "rl") if line["iteration"] in (2, 3) and line["time"] > began]
     if len(again) < 2:
-        yield RESUME.result(False, reason(done), where)
+        yield RESUME.result(False, _why(done, bool(bench.arguments)), where)
         return
     pairs = [(n, one[n], two.get(n)) for one, two in zip(before, again, strict=True) for n in one]
     differ = [(n, a, b) for n, a, b in pairs if a != b and not NOT_REPEATED.fullmatch(n)]

@@ -113,6 +113,11 @@ def capture(script: Path, scratch: Path, timeout: float) -> CapturedLaunch:
     )
 
 
+def torchrun(ranks: int, *arguments: str, where: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The arguments of Python that start ranks on this machine. where: its place among several machines."""
+    return ["-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}", *arguments]
+
+
 def run(
     command: list[str],
     log: Path,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from mindspeed_rl_plugin.tools.rehearse import absent_modules, outcome
 from mindspeed_rl_plugin.tools.rehearse.absent_modules import ACCEPTED, UNKNOWN
-from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done, capture, run
+from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch, Done, capture, run, torchrun
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 from mindspeed_rl_plugin.tools.rehearse.entry_script import ROOT, Entry, find_entry, pretraining
 from mindspeed_rl_plugin.tools.rehearse.shrink import ranks_of_split, remove_unavailable, replace_mindspeed_llm, shrink
@@ -188,9 +188,9 @@ class _Rehearsal:
 
     def _train(self, name: str, flags: Flags, script: Path | None = None) -> Done:
         """Run `script`, or else the entry script, on `--ranks` processes, through the plugin or `absent_modules`."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.options.ranks}"]
         module = absent_modules.__name__ if self.entry.mindspeed else "mindspeed_rl_plugin"
-        return self._run(name, [*torchrun, "-m", module, str(script or self.entry.script), *flags.argv()])
+        words = ["-m", module, str(script or self.entry.script), *flags.argv()]
+        return self._run(name, torchrun(self.options.ranks, *words))
 
     def _run(self, name: str, arguments: list[str], **more: object) -> Done:
         env = {"OMP_NUM_THREADS": "1"} | {k: v for k, v in self.launch.env.items() if k not in _RANK_VARIABLES}

@@ -9,12 +9,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.monitor.names import METRICS, NOT_REPEATED
+from mindspeed_rl_plugin.monitor.names import METRICS, NOT_REPEATED, meaning
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools.text_table import aligned
 
 NOISE = 10.0  # a gap between engine and trainer is suspicious above so many times the median
 SHOWN = 10  # rows of a table
+_NO_COUNTS = ("", "nats", "share")  # units
 _HEAD = ("row", "reward", "its parts", "place", "token", "weights", "engine", "trainer", "in the dump", "gap")
 _HEAD += ("in this step", "ratio", "advantage", "in the dump")
 Row = Mapping[str, Any]
@@ -23,7 +24,8 @@ Row = Mapping[str, Any]
 def report(
     recorded: Row, again: Row, tokens: Sequence[Row], dump: Sequence[Row], limit: float, sample: SampleId | None
 ) -> str:
-    """All tables. recorded, again: metrics; tokens: lines of `RecordingTrainer`; limit: as in `differ`."""
+    """All tables. recorded, again: metrics; tokens: lines of `RecordingTrainer`; limit: relative, as in `differ`; of
+    log-probs and advantages below 1 absolute."""
     dumped = {tuple(row[name] for name in SampleId._fields): row for row in dump}
     least = max(limit, 1e-6)  # a dump has float32
     tokens = [_beside(token, dumped[tuple(token["id"])], least) for token in tokens]
@@ -32,11 +34,18 @@ def report(
     return "\n".join(line for part in parts for line in ("", *part))
 
 
-def differ(a: float, b: float, limit: float) -> bool:
-    """Whether two numbers differ by more than `limit`, relative to the larger one, absolute below 1."""
+def differ(a: float, b: float, limit: float, least: float) -> bool:
+    """Whether two numbers differ by more than `limit`, relative to the larger one, and by more than `least`."""
     if math.isnan(a) or math.isnan(b):
         return math.isnan(a) != math.isnan(b)
-    return a != b and abs(a - b) > limit * max(1.0, abs(a), abs(b))
+    return a != b and abs(a - b) > max(limit * max(abs(a), abs(b)), least)
+
+
+def differ_by_name(name: str, a: float, b: float, limit: float) -> bool:
+    """`differ` of a metric. Counts and learning rates differ by more than the rounding of a sum."""
+    if name.endswith("lr") or meaning(name).unit not in _NO_COUNTS:
+        return differ(a, b, min(limit, 1e-12), 0.0)
+    return differ(a, b, limit, min(limit, 1e-6))
 
 
 def numbers(recorded: Row, again: Row, limit: float) -> Iterator[str]:
@@ -45,9 +54,10 @@ def numbers(recorded: Row, again: Row, limit: float) -> Iterator[str]:
     every = [name for name in dict.fromkeys((*METRICS, *again)) if not NOT_REPEATED.fullmatch(name)]
     recorded, again = map(_real, (recorded, again))
     names = [name for name in every if name in recorded and name in again]
-    wrong = [name for name in names if differ(recorded[name], again[name], limit)]
-    how = f"the first other one is {wrong[0]}" if wrong else f"within {limit:g}" if limit else "bit for bit"
-    yield f"{len(names) - len(wrong)} of {len(names)} numbers are the recorded ones, {how}"
+    wrong = [name for name in names if differ_by_name(name, recorded[name], again[name], limit)]
+    how = f" within {limit:g}" if limit else " bit for bit"
+    how = f"; the first that differs is {wrong[0]}" if wrong else how
+    yield f"{len(names) - len(wrong)} of {len(names)} numbers are equal{how}"
     table = [("number", "recorded", "replayed", "difference")]
     for name in sorted(names, key=lambda name: name not in wrong):
         a, b = recorded[name], again[name]
@@ -96,8 +106,8 @@ def _beside(token: Row, row: Row, limit: float) -> Row:
     logp, before = row["logp_old"][place], row["advantages"][place]
     version = [version for first, version in row["segments"] if first <= place][-1]
     found = {"row": row, "version": version, "dumped": (logp, before), "gap": _distance(token["engine"], token["old"])}
-    changed = differ(token["advantage"], before, limit) and _distance(token["advantage"], before)
-    return {**token, **found, "changed": changed, "other": differ(token["old"], logp, limit)}
+    changed = differ(token["advantage"], before, limit, limit) and _distance(token["advantage"], before)
+    return {**token, **found, "changed": changed, "other": differ(token["old"], logp, limit, limit)}
 
 
 def _real(row: Row) -> Row:
