@@ -35,7 +35,6 @@ class ForwardSettings:
     bounded: bool = False  # the attention itself takes the boundaries of packed rows; else it is called for each row
     shared: bool = False  # packed rows run common prefixes once
     rounds_of: int = 1  # with `max_tokens` the number of micro-batches is a multiple of this number
-    shared: bool = False  # packed: rows of a group run their common first tokens once
 
     def __post_init__(self) -> None:
         if self.seq_length % self.multiple:
@@ -81,7 +80,6 @@ class ForwardSettings:
             rounds_of=args.pipeline_model_parallel_size
             if getattr(args, "virtual_pipeline_model_parallel_size", None)
             else 1,
-            shared=shared,
         )
 
     @property
