@@ -77,12 +77,15 @@ def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
     out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
     numbers = [name for name in ("reward", "version", "response_length", *REPLAYED) if name in columns]
     out |= {name: torch.tensor(columns[name].to_numpy()) for name in numbers}
+    if absent := {*own} - out.keys() - columns.keys():
+        raise ValueError(f"{path} has no column {', '.join(sorted(absent))}, which this job reads: put it back")
     return Rows(ids, out | {name: torch.tensor(columns[name].to_pylist()) for name in {*own} - out.keys()})
 
 
 def lacking(columns: Iterable[str]) -> set[str]:
-    """Columns that a dump with these columns lacks, and that `replay` reads."""
-    return {*REPLAYED, *(("environment_failed",) if "turns" in columns else ())}.difference(columns)
+    """Columns that a dump with these columns lacks, and that every `replay` reads."""
+    read = {*DUMP_FIELDS} - {"prompt", "response", "answer", "advantage"}
+    return {*read, *(("environment_failed",) if "turns" in columns else ())}.difference(columns)
 
 
 def discard_dumps_after(dump_dir: str | os.PathLike[str], done: int) -> int:

@@ -128,7 +128,7 @@ def _suspicions(seen: Sequence[Seen]) -> Iterator[tuple[int, str, float]]:
     for s in seen:
         here = f"{s.name} on {s.host}: "
         if s.lost:
-            yield 0, f"{here}{s.how()}; its last status: {s.where()}", s.silent
+            yield 0, here + s.how() + f"; its last status: {s.where()}" * (not s.ended), s.silent
         if s.lost or s.ended:
             continue
         if s.unwritten:

@@ -54,7 +54,7 @@ def test_who_gives_no_sign_of_life_is_late_first(job):
 def test_who_failed_is_late_first_and_who_left_in_order_is_not(job):
     job.add("rank 0", COLLECTIVE).add("rank 1", silent=50, ended="ValueError: no\nmore")
     job.add("generator rank 2", silent=99, ended="in order")
-    assert job.first.startswith("late first: rank 1 on far: ended: ValueError: no;")
+    assert job.first.startswith("late first: rank 1 on far: ended: ValueError: no")
 
 
 def test_a_network_between_two_that_live(job):

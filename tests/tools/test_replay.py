@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mindspeed_rl_plugin.monitor.dump import REPLAYED
+from mindspeed_rl_plugin.monitor.dump import DUMP_FIELDS
 from mindspeed_rl_plugin.tools.replay import compared, repeat
 
 pytestmark = pytest.mark.quick
@@ -27,7 +27,7 @@ def save(tmp_path, monkeypatch):
     lines = [{"iteration": n, "loss": 0.5, **({"groups/dropped": 0.0} if n % 2 else {})} for n in range(1, 5)]
     (folder / "rl" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for done in (0, 2):
-        pq.write_table(pa.table(dict.fromkeys(REPLAYED, [done])), folder / "dump" / f"rollout-00000{done}.parquet")
+        pq.write_table(pa.table(dict.fromkeys(DUMP_FIELDS, [done])), folder / "dump" / f"rollout-00000{done}.parquet")
     (folder / "dump" / "dumps-of.json").write_text('{"id": "abc"}')
     launch = {"words": WORDS, "directory": "/", "ranks": 2}
     about(folder, id="abc", launch=launch, dump_dir=str(folder / "dump"), reference="/gone/iter_0000009")
@@ -47,7 +47,7 @@ def dump_of(save: Path, *columns: str) -> None:
 def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
     described, line, checkpoint, rows = repeat.recorded(save, save / "rl", 4)
     assert (described["id"], line["iteration"], checkpoint) == ("abc", 4, 3)
-    assert rows == [dict.fromkeys(REPLAYED, 2)], "of the rollout that began after 2 iterations"
+    assert rows == [dict.fromkeys(DUMP_FIELDS, 2)], "of the rollout that began after 2 iterations"
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,29 @@ def test_the_nearest_checkpoint_and_the_dump_of_the_rollout(save):
             lambda save: (save / "dump" / "rollout-000002.parquet").unlink(),
             "2.parquet, .* cannot be read: .*No such file",
         ),
-        (3, lambda save: (save / "dump" / "rollout-000002.parquet").write_text("x"), "cannot be read.*; put it back"),
-        (3, lambda save: dump_of(save, "valid", "length"), "has no column graded, weights_digest; an older version"),
-        (3, lambda save: dump_of(save, "turns", *REPLAYED), "has no column environment_failed; an older version"),
+        (
+            3,
+            lambda save: (save / "dump" / "rollout-000002.parquet").write_text("x"),
+            "be read.*; put it back, or give --dumps",
+        ),
+        (
+            3,
+            lambda save: dump_of(save, *DUMP_FIELDS[:-3]),
+            "no column length, valid, weights_digest; an older",
+        ),
+        (3, lambda save: dump_of(save, "turns", *DUMP_FIELDS), "has no column environment_failed; an older version"),
     ],
 )
 def test_what_cannot_be_replayed_is_said_before_a_rank_starts(save, capsys, iteration, broken, message):
     broken(save)
     assert repeat.main([str(save), "--iteration", str(iteration)]) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_dumps_of_an_earlier_start_are_found(save):
+    (save / "dump").rename(save / "older")
+    about(save, dump_dir=str(save / "newer"))
+    assert repeat.recorded(save, save / "rl", 4, str(save / "older"))[2] == 3
 
 
 def words_of(nearest: int, flags: list[str], *more: str, reference: str | None = None) -> list[str]:

@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if idle := [part for part in options.only if whole and not options.compare and part not in {r.part for r in ran}]:
         end = f"; not checked at all: {', '.join(idle)}"
     verdict = f"{len(bad) or 'nothing'} {'is' if len(bad) < 2 else 'are'} at fault"
+    verdict = verdict if whole else f"interrupted; so far {verdict}"
     verdict = f"{verdict} ({len(ran)} of {len(results)} checks ran{end})"
     print(table(results), verdict, sep="\n\n")
     if options.out:
@@ -168,7 +169,7 @@ class _Doctor:
         try:
             planned = read_arguments(flags, launch.world, folder=launch.cwd)
         except ValueError as error:
-            _say(f"  --save is checked for 1 GiB only: {error}")
+            _say(f"  --save is checked for 1 GiB, since the model is not known: {str(error).partition(';')[0]}")
             return 0
         sizes = (math.prod(tensor.shape) for tensor in canonical_tensors(planned.shape).values())
         return checkpoint_bytes(namespace(flags), sum(sizes), planned.itemsize)

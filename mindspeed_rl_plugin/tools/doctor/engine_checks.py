@@ -210,7 +210,7 @@ class EngineBench:
         if [version for _, version in done.segments] != [0, 1] or not 0 < at < len(done.tokens):
             return False, f"parts {done.segments}"
         if self.engine.options.config.get("kv_lora_rank"):
-            return True, f"new from token {at} on; log-probs are not compared"
+            return None, f"new from token {at} on; log-probs of latent attention are not compared"
         cache, tokens = DynamicCache(), [*_ASKED[0], *done.tokens]
         (old, new), change = self.judges, asked + at - 1
         steps = [old.logits(tokens[:change], cache)[asked - 1 :], *(new.logits([t], cache) for t in tokens[change:-1])]

@@ -13,6 +13,7 @@ from mindspeed_rl_plugin.monitor.names import METRICS, NOT_REPEATED, meaning
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.tools.text_table import aligned
 
+ROUNDED = 1e-5  # nats; a gap up to it is the rounding of float32
 NOISE = 10.0  # a gap between engine and trainer is suspicious above so many times the median
 SHOWN = 10  # rows of a table
 _NO_COUNTS = ("", "nats", "share")  # units
@@ -73,14 +74,15 @@ def worst(tokens: Sequence[Row]) -> Iterator[str]:
     gaps: dict[int, list[float]] = {}
     for token in tokens:
         gaps.setdefault(token["version"], []).append(token["gap"])
-    noise = {version: NOISE * max(statistics.median(of), 1e-7) for version, of in gaps.items()}
+    noise = {version: max(NOISE * statistics.median(of), ROUNDED) for version, of in gaps.items()}
     tokens = [{**token, "far": token["gap"] / noise[token["version"]]} for token in tokens]
     rows = [[*of] for _, of in itertools.groupby(tokens, key=operator.itemgetter("id"))]
     same = sum(not any(token["changed"] for token in of) for of in rows), sum(not token["other"] for token in tokens)
     yield f"{same[0]} of {len(rows)} rows have the advantage of the dump"
     yield f"{same[1]} of {len(tokens)} tokens have the trainer's log-prob of the dump"
     far = sum(token["far"] > 1 for token in tokens)
-    yield f"{far} have a gap between engine and trainer above {NOISE:g} times the median of their weights; the worst:"
+    above = f"above {NOISE:g} times the median of their weights, and above {ROUNDED:g}"
+    yield f"{far} have a gap between engine and trainer {above}; the worst rows:"
     guilt = operator.itemgetter("changed", "other", "far")
     order = sorted(rows, key=lambda of: max(map(guilt, of)), reverse=True)[:SHOWN]
     firsts = [next((t for t in of if t["other"] or t["far"] > 1), max(of, key=guilt)) for of in order]

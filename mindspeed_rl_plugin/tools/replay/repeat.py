@@ -42,7 +42,7 @@ _OF_ROLLOUT = re.compile(r"--(no-)?rl-(overlong|dynamic-sampling|filtration)")
 OTHER_LAYOUT = 1e-4  # relative; a number may differ by this on another layout
 
 
-def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int, list[dict]]:
+def recorded(save: Path, run_dir: Path, iteration: int, dumps: str | None = None) -> tuple[dict, dict, int, list[dict]]:
     """What a job recorded of an iteration: run.json, its metrics, the nearest checkpoint before it (0: what the job
     started from), and the rows of its rollout in the dump. Raises ValueError for what a replay lacks."""
     import pyarrow.parquet as pq
@@ -62,7 +62,7 @@ def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int
     if not nearest and (begun := about["reference"]) and not Path(begun).is_dir():
         why = f"{save} has no checkpoint before iteration {iteration}, and {begun}, with which the job began, is gone"
         raise ValueError(f"{why}: put it back, or give a later iteration")
-    if not (folder := about.get("dump_dir")):
+    if not (folder := dumps or about.get("dump_dir")):
         raise ValueError("the job wrote no dumps, which hold its rollouts: give it --rl-dump-dir DIR")
     if dumps_owner(folder).get("id", about["id"]) != about["id"]:
         raise ValueError(f"{folder} holds the rollouts of another run than {run_dir}: give the --save of that run")
@@ -73,7 +73,8 @@ def recorded(save: Path, run_dir: Path, iteration: int) -> tuple[dict, dict, int
             lacks = sorted(lacking(pq.read_schema(path).names))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{path}, a rollout that the replay needs, cannot be read: {error}; put it back"
+                f"{path}, a rollout that the replay needs, cannot be read: {error}; put it back, or "
+                "give --dumps DIR, the --rl-dump-dir that the job had then"
             ) from error
         if lacks:
             raise ValueError(f"{path} has no column {', '.join(lacks)}; {old}")
@@ -118,16 +119,18 @@ def follow(log: Path, ended: threading.Event) -> None:
 def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
     """Run an iteration again, and compare. Raises ValueError, with the reason in its log, if the job fails."""
     save, number = args.save.absolute(), args.iteration
-    about, numbers, nearest, dumped = recorded(save, args.run_dir or save / "rl", number)
+    about, numbers, nearest, dumped = recorded(save, args.run_dir or save / "rl", number, args.dumps)
     ids = [SampleId(*(row[name] for name in SampleId._fields)) for row in dumped]
     if args.sample and args.sample not in ids:
         raise ValueError(
             f"--sample {','.join(map(str, args.sample))} is no row of the rollout; {','.join(map(str, ids[0]))} is one"
         )
     launch, device = about["launch"], get_device()
-    ranks, here = args.ranks or launch["ranks"], math.inf if device.is_cpu else device.api.device_count()
+    ranks = launch["ranks"] if args.ranks is None else args.ranks
+    here = math.inf if device.is_cpu else device.api.device_count()
     if not 1 <= ranks <= here:
-        fits = f"give --ranks N from 1 to {here} and, after --, the parallel sizes that fit it"
+        most = "" if device.is_cpu else f" to {here}"
+        fits = f"give --ranks N from 1{most} and, after --, the parallel sizes that fit it"
         raise ValueError(f"the job trained on {launch['ranks']} ranks, and {ranks} cannot run here: {fits}")
     begun = about["reference"] or "random weights, which other parallel sizes would make otherwise"
     begin = f"the checkpoint of {nearest}" if nearest else f"the job's start ({begun})"
@@ -137,7 +140,12 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
         if nearest:
             os.symlink(iteration_dir(str(save), nearest), iteration_dir(view, nearest))
             Path(view, TRACKER).write_text(str(nearest))
-        asked = {"dumps": about["dump_dir"], "iteration": number, "sample": args.sample, "out": view}
+        asked = {
+            "dumps": os.path.abspath(args.dumps or about["dump_dir"]),
+            "iteration": number,
+            "sample": args.sample,
+            "out": view,
+        }
         environment = {**os.environ, REPLAY: json.dumps(asked), "TMPDIR": view}
         words, log = command(about, nearest, ranks, number, flags, view), Path(view, "log")
         (watch := threading.Thread(target=follow, args=(log, ended), daemon=True)).start()
@@ -153,7 +161,10 @@ def replay(args: argparse.Namespace, flags: Sequence[str]) -> str:
     same = ranks == launch["ranks"] and not any("parallel" in flag for flag in flags)
     if flags:
         print(f"with other flags than the job: {shlex.join(flags)}")
-    return compared.report(numbers, again, tokens, dumped, 0.0 if same else OTHER_LAYOUT, args.sample)
+    told = compared.report(numbers, again, tokens, dumped, 0.0 if same else OTHER_LAYOUT, args.sample)
+    if flags and re.search(r"^(\d+) of \1 numbers are equal", told, re.M):
+        print("they change nothing here, as a clip changes nothing where every ratio is 1")
+    return told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--iteration", metavar="K", type=int, required=True, help="the iteration to run again")
     parser.add_argument("--sample", metavar="ROLLOUT,GROUP,MEMBER", type=sample_id, help="a response to show in full")
     parser.add_argument("--ranks", metavar="N", type=int, help="ranks, on this machine (default: as the job trained)")
+    parser.add_argument("--dumps", metavar="DIR", help="the job's --rl-dump-dir then (default: that of its last start)")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the job's --rl-run-dir (default: SAVE/rl)")
     end_by_signals()
     try:
