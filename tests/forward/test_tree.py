@@ -195,7 +195,7 @@ def check_steps(torchrun, ranks, cases, **more):
     done = torchrun(Path(__file__).with_name("tree_ranks.py"), json.dumps(cases), ranks=ranks, **more)
     found = dict(line.split("\t", 1) for line in done.stdout.splitlines() if "\t" in line)
     assert found.keys() == cases.keys()
-    limits = {name: 0.03 if "dtype" in one else 1e-10 for name, one in cases.items()}
+    limits = {name: 0.1 if "dtype" in one else 1e-10 for name, one in cases.items()}
     assert all(float(worst.split("\t")[0]) < limits[name] for name, worst in found.items()), found
 
 
