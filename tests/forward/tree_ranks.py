@@ -3,11 +3,7 @@
 Argument: JSON `{case: {"kind": of the model, "config": Megatron's, "layout": sizes, "chunks": of the pipeline, and
 maybe "dtype", else float64}}`. Without trees each row runs alone, under Megatron's own attention and mask. If the
 router has a loss or counts, which are those of a micro-batch, or in another dtype, rows are packed. Prints `CASE WORST
-<<<<<<< HEAD
-NAME`: of the loss, log-probs, every gradient and count, the largest relative difference.
-=======
 NAME`: the largest difference of the loss, log-probs, gradients and counts, as a share of what it is a difference of.
->>>>>>> tree
 """
 
 import functools
