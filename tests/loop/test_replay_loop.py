@@ -144,7 +144,7 @@ def test_a_fault_in_the_dump_is_named_first(request, replay, kind, fault):
     named, sampled = list[str](), list[int]()
     with changed(save := request.getfixturevalue(kind), plant):
         lines = replay(save, 3)
-    first = re.search(r"the first other one is (\S+)", lines[2])[1]
+    first = re.search(r"the first that differs is (\S+)", lines[2])[1]
     worst, same = table(lines, "have a gap")[0], "16 of 16 rows have the advantage of the dump" in lines
     assert worst[0] == named[0] and same == (fault != "reward")
     if fault == "reward":

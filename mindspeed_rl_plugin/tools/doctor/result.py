@@ -87,9 +87,9 @@ class Check:
 
 
 def merge(results: Iterable[Result]) -> list[Result]:
-    """One result for each check and place, from those of several ranks or machines. If some failed, it is the failure
-    with the largest `value`, and names all ranks that failed; else it is the result with the largest `value`. Of ranks
-    that have not come to their end only those of the highest `ended` count: others waited for them."""
+    """One result for each check and place, from those of several ranks or machines. It is a failure, if there
+    is one, else a pass, else a check that was not run; of several that with the largest `value`. A failure names all
+    ranks that failed. Of checks that have not come to their end only those with the largest `ended` count."""
     groups, results = dict[tuple[str, str, str], list[Result]](), list(results)
     for r in results:
         if not 0 < r.ended < max(one.ended for one in results if (one.part, one.where) == (r.part, r.where)):
