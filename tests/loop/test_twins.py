@@ -91,6 +91,9 @@ TWINS = {
             ("TP2 packed", " --rl-pack-sequences", " --tensor-model-parallel-size 2 --sequence-parallel"),
             ("PPO packed", " --rl-pack-sequences", " --rl-algorithm ppo --rl-critic-lr 1e-3"),
             ("PP2 packed", " --rl-pack-sequences", " --pipeline-model-parallel-size 2"),
+            ("TP2 shared", " --rl-share-prompts", " --tensor-model-parallel-size 2 --sequence-parallel"),
+            ("PPO shared", " --rl-share-prompts", " --rl-algorithm ppo --rl-critic-lr 1e-3"),
+            ("PP2 shared", " --rl-share-prompts", " --pipeline-model-parallel-size 2"),
         )
     },
     "context parallel ranks": Twins(
