@@ -53,7 +53,7 @@ def by_transformer_engine(
     if not attention.te_forward_mask_type:
         raise ValueError(
             "this TransformerEngine takes no attn_mask_type, so attention cannot be aligned at the bottom right; "
-            "install version 1.13 or newer, or remove --rl-share-prompts"
+            "install TransformerEngine 2.0 or newer, or remove --rl-share-prompts"
         )
     output = forward(
         *(t.squeeze(1) for t in (query, key, value)),

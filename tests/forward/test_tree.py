@@ -74,8 +74,8 @@ class OwnAttention(torch.nn.Module):
 
 
 class EngineAttention(OwnAttention):
-    """TransformerEngine's THD, in the words of Megatron's TEDotProductAttention: of the types of masks that are causal
-    only one aligns at the bottom right (pytorch/attention/dot_product_attention/dot_product_attention.py, 2.9)."""
+    """TransformerEngine's THD behind Megatron's TEDotProductAttention: of its types of masks that are causal, by name, one
+    aligns at the bottom right."""
 
     def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
         assert attention_mask is None and isinstance(packed_seq_params, PackedSeqParams)
@@ -144,7 +144,7 @@ def test_attention_of_a_tree_is_that_of_each_row(monkeypatch, rows, kernel, grou
 def test_an_engine_without_types_of_masks_is_refused():
     attention, (tree, _) = EngineAttention(), planned(DEEP)
     attention.te_forward_mask_type = False
-    with pytest.raises(ValueError, match="aligned at the bottom right; install version 1.13"):
+    with pytest.raises(ValueError, match="aligned at the bottom right; install TransformerEngine 2.0"):
         tree_kernels.by_transformer_engine(attention, attention.forward, *[torch.ones(1)] * 3, tree.branches)
 
 
