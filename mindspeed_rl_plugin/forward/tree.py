@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.batching import padded
+from mindspeed_rl_plugin.forward.fragments import common_prefix
 from mindspeed_rl_plugin.rows import Ragged
 
 NOWHERE = torch.empty(0, dtype=torch.int64)
@@ -98,7 +99,7 @@ def plan_tree(tokens: Ragged, length: int, multiple: int) -> PrefixTree | None:
     for r in order:
         row, path = rows[r], NOWHERE.numpy()
         if before is not None:
-            path = at[before][: _common(row, rows[before])]
+            path = at[before][: common_prefix(row, rows[before])]
         at[r] = np.concatenate([path, np.arange(total, total + len(row) - len(path))])
         if len(row) > len(path):  # else the row before begins with this row
             parts.append(row[len(path) :])
@@ -119,10 +120,3 @@ def plan_tree(tokens: Ragged, length: int, multiple: int) -> PrefixTree | None:
     branches = Branches(torch.tensor(queries), torch.from_numpy(keys), torch.from_numpy(np.concatenate(paths)), packed)
     values = torch.from_numpy(np.concatenate(parts)).long()
     return PrefixTree(values[None], branches.positions[None], packed, branches)
-
-
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """Number of tokens with which both rows begin."""
-    least = min(len(one), len(other))
-    differ = one[:least] != other[:least]
-    return int(differ.argmax()) if differ.any() else least
