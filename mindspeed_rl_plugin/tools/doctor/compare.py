@@ -133,7 +133,7 @@ def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[lis
         return _complete(output)[: len(tokens) - 1, 0]  # `[S, mb, H]`
 
     with recorded(trainer_places(chunks, noop_layers(get_args())), first_row) as seen:
-        compute_logps(chunks, [rows] * settings.rounds_of, dataclasses.replace(settings, chunk_tokens=0))
+        compute_logps(chunks, [rows] * settings.rounds_of, dataclasses.replace(settings, chunk_tokens=0, shared=False))
     logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
     return ([] if logps is None else logps[0].rows()[0][len(PROMPT) :].tolist()), seen
 
