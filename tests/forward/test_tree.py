@@ -74,8 +74,8 @@ class OwnAttention(torch.nn.Module):
 
 
 class EngineAttention(OwnAttention):
-    """TransformerEngine's THD behind Megatron's TEDotProductAttention: of its types of masks that are causal, one aligns
-    at the bottom right."""
+    """TransformerEngine's THD behind Megatron's TEDotProductAttention: of its types of causal masks one aligns at the
+    bottom right."""
 
     def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
         assert attention_mask is None and isinstance(packed_seq_params, PackedSeqParams)
