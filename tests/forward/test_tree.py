@@ -74,7 +74,7 @@ class OwnAttention(torch.nn.Module):
 
 
 class EngineAttention(OwnAttention):
-    """TransformerEngine's THD behind Megatron's TEDotProductAttention: of its causal masks, by name, one aligns at the
+    """TransformerEngine's THD behind Megatron's TEDotProductAttention: of its types of causal masks one aligns at the
     bottom right."""
 
     def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):

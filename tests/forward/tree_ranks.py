@@ -157,6 +157,7 @@ def check(case):
         before = torch.cat([c.values[rows["loss_mask"].values.bool()] for c, rows in zip(before, batches, strict=True)])
         assert torch.equal(before, tree["logp"]), "log-probs before the update are those of the update, bit for bit"
     assert want.keys() == tree.keys()
+    assert all(value.isfinite().all() for value in (*want.values(), *tree.values()))
     worst = {n: float((tree[n] - one).abs().max() / one.abs().max().clamp_min(1e-300)) for n, one in want.items()}
     parallel_state.destroy_model_parallel()
     each = [None] * dist.get_world_size()
