@@ -30,6 +30,9 @@ _NOT_IN_TREES = {
     "hybrid_layer_pattern": "state-space layers",
     "experimental_attention_variant": "another attention",
     "softmax_type": "attention sinks",
+    "moe_fb_overlap": "parts of layers that run apart",
+    "overlap_moe_expert_parallel_comm": "parts of layers that run apart",
+    "moe_zero_memory": "parts of layers that run apart",
 }
 _ATTENTION_MODULE = "megatron.core.transformer.dot_product_attention"
 _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
@@ -136,7 +139,7 @@ def shared_prompts(args: Any, config: RLConfig) -> Iterator[str]:
     if config.forward.logprob_chunk_tokens == 0:
         yield f"{flag} with --rl-logprob-chunk-tokens 0: a token may have several labels; raise the latter, {out}"
     for name, what in _NOT_IN_TREES.items():
-        if (value := getattr(args, name, None)) not in (None, False, "", "vanilla"):
+        if (value := getattr(args, name, None)) not in (None, False, "", "vanilla", "disable"):
             given = spelt(name) if value is True else f"{spelt(name)} {value}"
             yield f"{flag} does not fit {given} ({what}); remove {spelt(name)}, {out}"
     yarn = getattr(args, "multi_latent_attention", False) and getattr(args, "rope_type", None) != "rope"

@@ -350,6 +350,7 @@ REFUSED: dict[str, list[dict]] = {
         SHARED | {"window_size": (128, 0)},
         SHARED | {"hybrid_layer_pattern": "M*-"},
         SHARED | {"softmax_type": "learnable"},
+        SHARED | {"moe_fb_overlap": True},
         DEEPSEEK | SHARED | dict(rope_type="yarn", rotary_scaling_factor=1.0, apply_rope_fusion=True),
         SHARED | dict(transformer_impl="transformer_engine", attention_backend=SimpleNamespace(name="unfused")),
     ],

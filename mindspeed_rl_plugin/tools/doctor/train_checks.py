@@ -91,7 +91,9 @@ _NOT_SMALL = """
     --use-checkpoint-args --no-initialization --exit-* --train-samples --*-samples --lr-* --min-lr --profile*
     --enable-hf2mg-convert --enable-mg2hf-convert
 """
-_RL_KEPT = re.compile(r"--(no-)?rl-(reshard|swap|pack|share|max-tokens|logprob-chunk|request-seeds|temperature|generate-).*")
+_RL_KEPT = re.compile(
+    r"--(no-)?rl-(reshard|swap|pack|share-p|max-tokens|logprob-chunk|request-seeds|temperature|generate-).*"
+)
 # Random experts differ between MindSpeed's replicas of them without --data-parallel-random-init, which broadcasts them.
 _FIXED = """
     --data-parallel-random-init --train-iters 4 --lr 1e-3 --lr-decay-style constant --weight-decay 0 --seed 1
