@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.options import VllmOptions, needs_tokenizer
 from mindspeed_rl_plugin.engine.rollout_engine import generate
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
-from mindspeed_rl_plugin.engine.vllm_memory import distinct
 from mindspeed_rl_plugin.host import activate_if_needed
 from mindspeed_rl_plugin.layout.layout import EngineParallel, ModelShape, engine_layout
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
@@ -29,6 +29,7 @@ from mindspeed_rl_plugin.tools.doctor.program import CheckCall, work
 from mindspeed_rl_plugin.tools.doctor.result import Check
 from mindspeed_rl_plugin.tools.rehearse.substitutes import make_tokenizer
 from mindspeed_rl_plugin.weights.live import engine_storage
+from mindspeed_rl_plugin.weights.storages import distinct
 
 # Largest median difference of log-probs [nats] by rounding, which may also give a token other experts.
 LOGP_LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
@@ -247,12 +248,13 @@ class EngineBench:
         free, total = get_device().memory_info()
         return total - free
 
-    def caches(self) -> Iterable[Tensor]:
-        return distinct(self.engine._worker.model_runner.kv_caches).values()
+    def caches(self) -> list[Tensor]:
+        """vllm-ascend has pairs of tensors."""
+        return tree_leaves(self.engine._worker.model_runner.kv_caches)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(storage.nbytes() for storage in distinct(tensors).values())
 
 
 def _requests(
