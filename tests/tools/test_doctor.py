@@ -347,3 +347,13 @@ def test_a_part_that_did_not_run_is_no_part_that_is_well(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("Megatron is not installed") == len(train_checks.TRAIN_CHECKS)
     assert "nothing is at fault (0 of 9 checks ran; not checked at all: trainer)" in said
+
+
+def test_only_a_model_that_the_engine_lacks_is_not_trained(monkeypatch, tmp_path):
+    """One whose engine did not come to run, since another one's died, may be well."""
+    build = engine_checks.BUILD
+    found = [build.not_run(program.EARLIER, "experts"), build.not_run("this vLLM has no X", "latent attention")]
+    monkeypatch.setattr(doctor, "run_checks", lambda *a: found)
+    one = doctor._Doctor(SimpleNamespace(script=None), Nodes(1), tmp_path)
+    assert list(one._engine(SimpleNamespace(arguments=()), "float32", True)) == found
+    assert one.unknown == {"latent attention": "this vLLM has no X"}

@@ -28,7 +28,7 @@ from mindspeed_rl_plugin.status.status_file import folder_of
 from mindspeed_rl_plugin.status.story import tell
 from mindspeed_rl_plugin.tools.doctor import engine_checks, machine, rank_checks, small_models, train_checks
 from mindspeed_rl_plugin.tools.doctor.nodes import ANSWERS, Nodes
-from mindspeed_rl_plugin.tools.doctor.program import run_checks
+from mindspeed_rl_plugin.tools.doctor.program import EARLIER, run_checks
 from mindspeed_rl_plugin.tools.doctor.result import (
     FAIL,
     NOT_RUN,
@@ -187,7 +187,7 @@ class _Doctor:
         for models in [[*configs]] if cpu else [[name] for name in configs]:
             folder = self.folder / f"engine {models[0]}"
             for r in run_checks(*program, Nodes(1), folder, ENGINE_SECONDS, env, dtype, str(file), *models):
-                if r.check == engine_checks.BUILD.name and r.verdict == NOT_RUN:
+                if r.check == engine_checks.BUILD.name and r.verdict == NOT_RUN and r.figure != EARLIER:
                     self.unknown[r.where] = r.figure
                 yield r
         if why:

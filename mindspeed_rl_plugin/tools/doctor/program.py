@@ -21,6 +21,8 @@ from mindspeed_rl_plugin.tools.doctor.result import FAIL, Check, Result, merge
 from mindspeed_rl_plugin.tools.rehearse.capture import run
 from mindspeed_rl_plugin.tools.rehearse.outcome import reason
 
+EARLIER = "an earlier check failed"  # why a check was not run
+_ERRORS = (RuntimeError, ValueError, OSError, MemoryError, TypeError, LookupError, AssertionError, AttributeError)
 WAITED, HUNG, DIED = 1, 2, 3  # `Result.ended`
 GRACE_SECONDS = 3.0  # for the results of the other ranks; then this rank ends, and torchrun ends them
 _EXIT_STATUS = re.compile(r"rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)", re.DOTALL)  # in torchrun's last lines
@@ -39,7 +41,7 @@ class CheckCall:
         """Call the function. An error is a failure."""
         try:
             found = self.call()
-        except (RuntimeError, ValueError, OSError, MemoryError, TypeError, LookupError, AssertionError) as error:
+        except _ERRORS as error:
             kind = WAITED if isinstance(error, TimeoutError | ConnectionError) else DIED
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return [self.check.ended(kind, text, self.where)]
@@ -102,9 +104,7 @@ def run_checks(
         how = (kind, f"hung for {after}") if by_torchrun else (DIED, died)
         results.append(_of_rank(rank, check.ended(*how, line["where"])))
     ran = {(r.check, place) for r in results for place in (r.where, "")}
-    left = [
-        check.not_run("an earlier check failed", p) for p in places for check in table if (check.name, p) not in ran
-    ]
+    left = [check.not_run(EARLIER, p) for p in places for check in table if (check.name, p) not in ran]
     if not done.ok and all(r.verdict != FAIL for r in results):  # its end was between two checks
         check, place = next(((c, p) for p in places for c in table if (c.name, p) not in ran), (table[-1], places[-1]))
         left = [check.ended(DIED, f"died before it with exit status {done.code}: {reason(done)}", place), *left[1:]]
