@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from pathlib import Path
 from shutil import rmtree
 
@@ -109,6 +110,15 @@ def _stacked(entries: dict[str, torch.Tensor], pattern: str, name: str) -> dict[
     for old in sorted(entries, key=lambda n: [int(number) for number in re.findall(pattern, n)]):
         groups.setdefault(re.sub(pattern, name, old), []).append(entries[old])
     return {new: torch.stack(g) if re.search(pattern, new) or len(g) > 1 else g[0] for new, g in groups.items()}
+
+
+@pytest.fixture(autouse=True)
+def no_handlers_stay():
+    """Commands that run in the process of the tests handle signals, and later children of it would inherit that."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
