@@ -25,11 +25,11 @@ def common_tokens(rows: Sequence[np.ndarray]) -> Common:
     """`Common` of rows of token ids, `[L_i]` of one dtype; a row's index is its member. Any order of tokens will do,
     here that of their bytes."""
     order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
-    shared = [0, *(common_prefix(rows[a], rows[b]) for a, b in pairwise(order))]
+    shared = [0, *(_shared(rows[a], rows[b]) for a, b in pairwise(order))]
     return tuple(zip(order, shared, strict=True))
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
     """Number of tokens with which both rows begin."""
     shorter = min(len(a), len(b))
     differs = np.flatnonzero(a[:shorter] != b[:shorter])

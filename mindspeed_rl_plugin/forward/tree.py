@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.batching import padded
-from mindspeed_rl_plugin.forward.fragments import common_prefix
+from mindspeed_rl_plugin.forward.fragments import common_tokens
 from mindspeed_rl_plugin.rows import Ragged
 
 NOWHERE = torch.empty(0, dtype=torch.int64)
@@ -90,16 +90,13 @@ def plan_tree(tokens: Ragged, length: int, multiple: int) -> PrefixTree | None:
     """The tree of packed rows, or None if no two rows begin with the same token.
 
     length: packed length S with padding. The tree has at least as much padding, as a branch at the end, so that T
-    is a multiple of `multiple`. Tokens are nonnegative. Time: that of sorting the rows and comparing neighbours.
+    is a multiple of `multiple`. Time: that of sorting the rows and comparing neighbours.
     """
     rows = [row.numpy() for row in tokens.rows()]
-    order = sorted(range(len(rows)), key=lambda r: rows[r].astype(">u4").tobytes())  # sorts as the numbers themselves
     at, parts, paths, queries = [NOWHERE.numpy()] * len(rows), [], [], []
     total, before = 0, None
-    for r in order:
-        row, path = rows[r], NOWHERE.numpy()
-        if before is not None:
-            path = at[before][: common_prefix(row, rows[before])]
+    for r, shared in common_tokens(rows):
+        row, path = rows[r], NOWHERE.numpy() if before is None else at[before][:shared]
         at[r] = np.concatenate([path, np.arange(total, total + len(row) - len(path))])
         if len(row) > len(path):  # else the row before begins with this row
             parts.append(row[len(path) :])

@@ -191,6 +191,7 @@ def compare_launch(bench: TrainBench) -> Iterator[Result]:
     long = given.number("--rl-max-response-length", 0) > _COMPARED_TOKENS
     if long and not {"--rl-tools", "--rl-environment"} & given.values.keys():
         given.apply("", f"--rl-overlong-* --rl-max-response-length={_COMPARED_TOKENS}")  # the rollout is not compared
+        print(f"doctor: responses of the rollout have at most {_COMPARED_TOKENS} tokens here", file=sys.stderr)
     given.apply("", "--save={0} --save-interval=1 --rl-schedule=sync --exit-interval=1", folder / "save")
     done = bench.job(folder / "job", given.argv(), **{compare.OWN_LAUNCH: "1"})
     yield RUNS.result(done.ok, f"{done.seconds:.0f} s" if done.ok else _why(done, users=True), "your launch")
