@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 PROMPT_TOKENS = 16
 END = "<|endoftext|>"
@@ -76,18 +77,24 @@ def reward(response: str) -> float:
     return sum(map(ord, response)) % 5 / 4
 
 
+def tokenizer(vocabulary: int) -> Any:
+    """Of words w0, w1, ... and the end token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(vocabulary - 1)} | {END: vocabulary - 1}
+    raw = Tokenizer(models.WordLevel(words, unk_token=END))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, pad_token=END)
+
+
 def write(folder: Path, case: Case) -> None:
     """Model, tokenizer, prompts and the case itself into `folder`."""
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     folder.mkdir(parents=True)
-    words = {f"w{i}": i for i in range(case.vocabulary - 1)} | {END: case.vocabulary - 1}
-    raw = Tokenizer(models.WordLevel(words, unk_token=END))
-    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=END, pad_token=END)
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer(case.vocabulary).save_pretrained(folder / "tokenizer")
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=case.vocabulary,
