@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.upstream, pytest.mark.slow]
 MINDSPEED = os.environ.get("MINDSPEED_PATH")
 MINDSPEED_LLM = os.environ.get("MINDSPEED_LLM_PATH")
 PACKED = ("--use-flash-attn", "--rl-pack-sequences", "--rl-max-tokens-per-microbatch", "48")
+SHARED = (*PACKED[2:], "--rl-share-prompts")
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # MindSpeed's context parallelism: ranks, and flags.
 CONTEXT = {
@@ -69,17 +70,19 @@ def mindspeed_entry(folder: Path, checkout: Path, first: str = "") -> Path:
 
 
 @pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
-@pytest.mark.parametrize("more", [(), PACKED], ids=["rows", "packed"])
+@pytest.mark.parametrize("more", [(), PACKED, (PACKED[0], *SHARED)], ids=["rows", "packed", "shared"])
 def test_megatron_under_mindspeed(job, arithmetic, tmp_path, more):
     """The script is unmodified; the file that runs it holds MindSpeed's own import line. Packed: the boundaries of the
-    rows go to its flash attention, in whose place on a host the same is computed by torch. The evaluation counts the
-    answers of the engine's first rank on both: MindSpeed's all_reduce would leave the second with none."""
+    rows go to its flash attention, in whose place on a host the same is computed by torch. Shared: the NPU's kernel is
+    called directly. The evaluation counts the answers of the engine's first rank on both: MindSpeed's all_reduce would
+    leave the second with none."""
     checkout = cores()["0.12"]
     more += ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "3", "--rl-eval-prompts", "4")
     result = job(*LAYOUT, *more, script=mindspeed_entry(tmp_path, checkout), path=[Path(MINDSPEED), checkout]).run(400)
     check(result)
     assert [line["iteration"] for line in result.evaluations] == [0, 3]
     assert "RL is attached to Megatron, through MindSpeed" in result.log
+    assert all(line.get("tokens/shared", 0) > 0 for line in result.metrics) is ("--rl-share-prompts" in more)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +137,25 @@ def test_mindspeeds_context_parallelism_takes_the_step_of_one_rank(job, imported
     check(several)
     for name in ("loss", "grad_norm", "entropy", "kl/ref"):
         expected, measured = ([line[name] for line in result.metrics] for result in (one, several))
+        assert measured == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+
+
+@pytest.mark.skipif(MINDSPEED is None, reason="MINDSPEED_PATH is not set")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["mixtral", LATENT])
+def test_trees_under_mindspeed_take_the_step_of_rows(job, imported, tmp_path, family):
+    """Experts, and MindSpeed's own latent attention."""
+    checkout = cores()["0.12"]
+    model, loads, _ = imported(family, "--train", "tp1")
+    model = model.replace("--rope-type rope ", "")  # as above
+    common = {"script": mindspeed_entry(tmp_path, checkout), "path": [Path(MINDSPEED), checkout], "model": model}
+    given = ("--train-iters", "3", "--mock-data", "--use-flash-attn", *loads)
+    rows = job(*given, name="rows", ranks=1, **common).run(400)
+    trees = job(*given, *SHARED, name="trees", ranks=1, **common).run(400)
+    check(trees)
+    assert all(line["tokens/shared"] > 0 for line in trees.metrics)
+    for name in ("loss", "grad_norm", "entropy", "kl/ref"):
+        expected, measured = ([line[name] for line in result.metrics] for result in (rows, trees))
         assert measured == pytest.approx(expected, rel=1e-4, abs=1e-7), name
 
 
