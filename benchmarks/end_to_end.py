@@ -53,6 +53,7 @@ TARGETS = {
     ("short", "tokens_per_second"): (">=", 1.1),
     **{(case, "tokens_per_second"): (">", 1.0) for case in ("vocabulary", "vocabulary-short")},
     ("long-tailed", "tokens_per_second"): (">=", 2.0),
+    ("long-prompts", "tokens_per_second"): (">=", 2.5),
     **{(case, "peak_memory"): ("<=", 0.5) for case in ("vocabulary", "vocabulary-short")},
 }
 HOLDS = {">": operator.gt, ">=": operator.ge, "<=": operator.le}
@@ -100,7 +101,7 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, eve
     CalledProcessError when the job fails."""
     checkpoint, model = imported(folder)
     save = Path(tempfile.mkdtemp(dir=folder))
-    longest = workload.PROMPT_TOKENS + case.limit
+    longest = case.prompt + case.limit
     command = [
         *torchrun(sys.executable),
         *(str(HERE / "training" / "ours.py"), "--workload", str(folder)),
@@ -113,13 +114,14 @@ def run_ours(case: workload.Case, folder: Path, iterations: int, *more: str, eve
         # As many tokens as TRL's micro-batch has where a row is as long as any.
         *("--rl-max-tokens-per-microbatch", str(case.micro_batch * longest)),
         *("--rl-prompt-data", str(folder / "prompts.jsonl"), "--rl-reward", f"{folder / 'grader.py'}:grade"),
-        *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(workload.PROMPT_TOKENS)),
+        *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(case.prompt)),
         *("--rl-max-response-length", str(case.limit), *more),
+        *(("--rl-share-prompts",) if case.shared else ()),
     ]
     peak = run_job(command, folder / "ours.log")
     lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "train"][WARM_UP:]
-    made = [(line["response/length_mean"] + workload.PROMPT_TOKENS) * case.samples for line in lines]
+    made = [(line["response/length_mean"] + case.prompt) * case.samples for line in lines]
     if even:
         _same_work(case, set(made))
     # Of engines apart there are shares of idle time, too.

@@ -73,11 +73,13 @@ ROLLOUTS = {
 }
 ROLLOUT_EPISODES = 64
 DEFAULT = ("tool", "environment", "slow", *ROLLOUTS)
-ARMS = ("ours", "trl", "trl-vllm")
+OURS = {"ours": (), "ours-shared": ("--rl-share-prompts",)}  # this project's arms -> their flags
+TRLS = ("trl", "trl-vllm")
+ARMS = (*OURS, *TRLS)
 SPEED = "episodes_per_second"
 UNITS = {SPEED: "episodes/s", "rollout_" + SPEED: "episodes/s", "turns": "an episode", "calls": "an episode"}
 UNITS |= {"tokens": "an episode", "over_busy": "ratio", "over_single_turns": "ratio", "over_sampled": "ratio"}
-# (case, metric) -> bound: of the arm `ours` over the faster one of TRL; of an engine apart from training the value
+# (case, metric) -> bound: of this project's faster arm over TRL's faster one; of an engine apart the value
 TARGETS = {
     **{(case, SPEED): (">=", 1.3) for case in ("tool", "environment")},
     **{(case, "over_busy"): ("<=", 1.15) for case in ("rollout-at-once", "rollout-slow")},
@@ -107,8 +109,8 @@ def place_of(folder: Path, turns: str) -> Path:
     return place
 
 
-def run_ours(case: Case, folder: Path, iterations: int) -> dict[str, float]:
-    """This project: metric -> value. Raises CalledProcessError when the job fails."""
+def run_ours(case: Case, folder: Path, iterations: int, *more: str) -> dict[str, float]:
+    """This project: metric -> value. more: flags. Raises CalledProcessError when the job fails."""
     checkpoint, model = end_to_end.imported(folder)
     save = Path(tempfile.mkdtemp(dir=folder))
     prompt = json.loads((folder / "sizes.json").read_text())["prompt"]
@@ -128,7 +130,7 @@ def run_ours(case: Case, folder: Path, iterations: int) -> dict[str, float]:
         *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(prompt)),
         *("--rl-max-response-length", str(episode_task.LIMIT), "--rl-max-turns", str(episode_task.TURNS)),
         *("--rl-environment" if case.who[0].isupper() else "--rl-tools", f"{user}:{case.who}"),
-        *("--rl-environment-workers", str(case.workers)),
+        *("--rl-environment-workers", str(case.workers), *more),
     ]
     end_to_end.run_job(command, folder / "ours.log", memory=False)
     lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]
@@ -200,7 +202,8 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
             for (a, c, m), v in seen.items()
         ]
 
-    runner = {"ours": run_ours, "trl": run_trl, "trl-vllm": lambda *case: run_trl(*case, "vllm")}
+    runner = {arm: lambda *case, flags=flags: run_ours(*case, *flags) for arm, flags in OURS.items()}
+    runner |= {"trl": run_trl, "trl-vllm": lambda *case: run_trl(*case, "vllm")}
     with tempfile.TemporaryDirectory(prefix="episodes-") as directory:
         folder = Path(directory)
         prepare(folder)
@@ -229,16 +232,17 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
 
 
 def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ratios of this project to each arm of TRL, and of each target of the issue that the rows can tell of whether it
-    was reached: beside the faster arm of TRL."""
+    """Ratios of this project's faster arm to each arm of TRL, and of each target of the issue that the rows can tell of
+    whether it was reached: beside the faster arm of TRL."""
     value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
     result = []
     for (case, metric), (sign, bound) in TARGETS.items():
         if ("engine", case, metric) in value:
             ratios = {"engine": value["engine", case, metric]}
         else:
-            trls = [arm for arm in ARMS[1:] if (arm, case, metric) in value and ("ours", case, metric) in value]
-            ratios = {f"ours/{arm}": value["ours", case, metric] / value[arm, case, metric] for arm in trls}
+            ours, trls = ([arm for arm in arms if (arm, case, metric) in value] for arms in (OURS, TRLS))
+            best = max(ours, key=lambda arm: value[arm, case, metric], default=None)
+            ratios = {f"{best}/{arm}": value[best, case, metric] / value[arm, case, metric] for arm in trls if best}
         for arm, ratio in ratios.items():
             row = {"arm": arm, "case": case, "metric": metric, "value": ratio, "unit": "ratio"}
             judged = ratio == min(ratios.values())

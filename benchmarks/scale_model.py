@@ -106,7 +106,7 @@ def setup_of(case: Case, arm: str) -> Setup:
         graders=case.workers,
         order="strict" if arm == "one-step-off" else "free",
         inflight="drain" if arm == "drain" else "keep",
-        prompt_tokens=workload.PROMPT_TOKENS,
+        prompt_tokens=lengths.prompt,
     )
 
 

@@ -91,7 +91,7 @@ def main() -> None:
             steps=steps,
             members=case.members,
             limit=case.limit,
-            **(trl_vllm.options(workload.PROMPT_TOKENS + case.limit, ignore_eos=True) if VLLM else {}),
+            **(trl_vllm.options(case.prompt + case.limit, ignore_eos=True) if VLLM else {}),
         ),
         train_dataset=Dataset.from_list([{"prompt": r["prompt"]} for r in rows]),
         processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),

@@ -1,6 +1,6 @@
 """What both arms train on: a random model on disk, prompts of known tokens, and the length of every response.
 
-Every prompt is one word that names it and fifteen more; so an arm knows by its tokens which prompt it answers, and
+The first word of every prompt names it; so an arm knows by its tokens which prompt it answers, and
 takes the imposed length of each of its responses from one table.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-PROMPT_TOKENS = 16
+PROMPT_TOKENS = 16  # by default
 END = "<|endoftext|>"
 MEDIAN = 0.325  # of the lognormal lengths, in limits
 
@@ -22,7 +22,8 @@ MEDIAN = 0.325  # of the lognormal lengths, in limits
 class Case:
     """Sizes of one case. prompts: of one iteration, all in one process's reach; members: responses of each;
     limit: longest response [tokens]; tailed: lognormal lengths with a mean of 40% of the limit, else all alike;
-    micro_batch: rows of one forward and backward."""
+    micro_batch: rows of one forward and backward; prompt: tokens of each; shared: this project gets
+    --rl-share-prompts."""
 
     prompts: int
     members: int
@@ -33,6 +34,8 @@ class Case:
     layers: int = 2
     heads: int = 4
     micro_batch: int = 8
+    prompt: int = PROMPT_TOKENS
+    shared: bool = False
 
     @property
     def samples(self) -> int:
@@ -46,6 +49,7 @@ CASES = {
     # Close to the mean length of the case above, and a third of that.
     "vocabulary": Case(prompts=4, members=8, limit=192, tailed=False, vocabulary=152000, micro_batch=16),
     "vocabulary-short": Case(prompts=4, members=8, limit=64, tailed=False, vocabulary=152000, micro_batch=16),
+    "long-prompts": Case(prompts=8, members=8, limit=64, tailed=False, vocabulary=4096, prompt=512, shared=True),
 }
 
 
@@ -64,7 +68,7 @@ def lengths(case: Case, seed: int = 0) -> list[list[int]]:
 
 def tokens(case: Case) -> int:
     """Prompt and response tokens of one iteration, what Eq. 5 counts."""
-    return case.samples * PROMPT_TOKENS + sum(map(sum, lengths(case)))
+    return case.samples * case.prompt + sum(map(sum, lengths(case)))
 
 
 def prompt_of(ids: Sequence[int]) -> int:
@@ -103,13 +107,13 @@ def write(folder: Path, case: Case) -> None:
         num_hidden_layers=case.layers,
         num_attention_heads=case.heads,
         num_key_value_heads=case.heads // 2,
-        max_position_embeddings=PROMPT_TOKENS + case.limit,
+        max_position_embeddings=case.prompt + case.limit,
         tie_word_embeddings=False,
         eos_token_id=case.vocabulary - 1,
         pad_token_id=case.vocabulary - 1,
     )
     Qwen2ForCausalLM(config).float().save_pretrained(folder / "model")
-    prompts = [" ".join(f"w{(i if j == 0 else 100 + j)}" for j in range(PROMPT_TOKENS)) for i in range(case.prompts)]
+    prompts = [" ".join(f"w{(i if j == 0 else 100 + j)}" for j in range(case.prompt)) for i in range(case.prompts)]
     with (folder / "prompts.jsonl").open("w") as file:
         file.writelines(json.dumps({"prompt": p, "answer": ""}) + "\n" for p in prompts)
     grader = "import workload\n\n\ndef grade(response):\n    return workload.reward(response)\n"
