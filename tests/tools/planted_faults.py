@@ -197,6 +197,11 @@ FAULTS = {"engine": {
     "weights of a token's experts in the engine's config": (YOURS, """
     wrap("engine.vllm_engine", "for_engine", lambda real, config: {**real(config), "norm_topk_prob": False})
 """, (train_checks.WHERE, YOURS, "MLP of layer 0")),
+    "branches of a tree aligned at the top left": (YOURS, """
+    def top_left(real, *a, attn_mask=None, **k):
+        return real(*a, attn_mask=attn_mask if attn_mask is None else torch.ones_like(attn_mask).tril(), **k)
+    wrap(torch.nn.functional, "scaled_dot_product_attention", top_left)
+""", (train_checks.WHERE, YOURS, "attention of layer 0")),
 }, "ranks": {
     "a wait that returns at once": (2, """
     wrap("device.device", "ThreadCopier.start", lambda real, *a: dataclasses.replace(real(*a), wait=lambda: None))

@@ -48,7 +48,7 @@ LAUNCH = """
     --max-position-embeddings 32768 --micro-batch-size 1 --global-batch-size 256 --train-samples 100000 --lr 1e-6
     --lr-warmup-samples 1000 --tokenizer-type HuggingFaceTokenizer --tokenizer-model /nowhere --load /nowhere
     --finetune --no-load-optim --rl-algorithm dapo --rl-reward /nowhere.py:grade --rl-prompt-data /nowhere.jsonl
-    --rl-pack-sequences --rl-max-tokens-per-microbatch 8192 --rl-swap params,optimizer --rl-temperature 0.8
+    --rl-share-prompts --rl-max-tokens-per-microbatch 8192 --rl-swap params,optimizer --rl-temperature 0.8
     --rl-top-p 0.9 --rl-schedule async --rl-generators 4
 """
 

@@ -115,25 +115,31 @@ def ask_engine(engine: Any) -> tuple[Completion, Places]:
 
 
 def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[list[float], Places]:
-    """Log-probs of the response and the outputs of each place, on this rank; of the logits `[R, V/tp]`. Collective."""
+    """Log-probs of the response and the outputs of each place, on this rank; of the logits `[R, V/tp]`. Collective.
+
+    In a job that shares prompts the response is a branch of a tree, beside another response.
+    """
     from megatron.training import get_args
 
+    from mindspeed_rl_plugin.forward import collate
     from mindspeed_rl_plugin.forward.pipeline import compute_logps
     from mindspeed_rl_plugin.loop.run import current
 
     settings, row = dataclasses.replace(current().inputs.forward, temperature=1.0), torch.tensor(tokens)
     count = 1 if settings.packed or settings.max_tokens else settings.micro_batch_size
+    every = [row] * count + [torch.tensor([*PROMPT, *[PROMPT[0]] * RESPONSE_TOKENS])] * settings.shared
     mask = torch.tensor([0] * len(PROMPT) + [1] * RESPONSE_TOKENS, dtype=torch.uint8)
-    columns = {"tokens": Ragged.from_rows([row] * count), "loss_mask": Ragged.from_rows([mask] * count)}
-    rows = Rows(tuple(SampleId(-7, 0, i) for i in range(count)), columns)
+    columns = {"tokens": Ragged.from_rows(every), "loss_mask": Ragged.from_rows([mask] * len(every))}
+    rows = Rows(tuple(SampleId(-7, 0, i) for i in range(len(every))), columns)
+    tree = collate(rows, settings).tree
+    first = torch.arange(len(tokens) - 1) if tree is None else tree.at[: len(tokens) - 1]
 
     def first_row(place: str, output: Tensor) -> Tensor:
-        if place == LOGITS:
-            return output[len(PROMPT) - 1 : len(tokens) - 1, 0]
-        return _complete(output)[: len(tokens) - 1, 0]  # `[S, mb, H]`
+        output, at = (output, first[len(PROMPT) - 1 :]) if place == LOGITS else (_complete(output), first)
+        return output[at.to(output.device), 0]  # of `[S, mb, H]`
 
     with recorded(trainer_places(chunks, noop_layers(get_args())), first_row) as seen:
-        compute_logps(chunks, [rows] * settings.rounds_of, dataclasses.replace(settings, chunk_tokens=0, shared=False))
+        compute_logps(chunks, [rows] * settings.rounds_of, dataclasses.replace(settings, chunk_tokens=0))
     logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
     return ([] if logps is None else logps[0].rows()[0][len(PROMPT) :].tolist()), seen
 
