@@ -38,8 +38,9 @@ def save(shared_job) -> Path:
 
 @pytest.fixture(scope="module")
 def turns(shared_job, long_model) -> Path:
-    """The same with episodes; each turn has its own advantage."""
+    """The same with episodes, in trees; each turn has its own advantage."""
     flags = ("--rl-algorithm", "reinforce++", "--rl-kl-reward-coef", "0", *EPISODES)
+    flags += ("--rl-share-prompts", "--rl-max-tokens-per-microbatch", "512")
     return recorded(shared_job(*STEPS, *flags, name="turns", model=long_model), 1)
 
 
