@@ -336,7 +336,7 @@ CHECKS: tuple[Check, ...] = (
     early.lengths,
     _token_budget,
     upstream_checks.context_parallel,
-    upstream_checks.shared_prompts,
+    upstream_checks.packed_rows,
     upstream_checks.flash_attention,
     upstream_checks.gradients,
     upstream_checks.shared_memory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
-from mindspeed_rl_plugin.forward.settings import length_multiple
+from mindspeed_rl_plugin.forward.settings import AUXILIARY, length_multiple
 
 # MindSpeed's context parallel algorithms that RL accepts, and those that it refuses, with the reasons.
 CONTEXT_ALGORITHMS = ("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo")
@@ -18,11 +19,10 @@ _NO_CONTEXT_ALGORITHMS = {
     "adaptive_cp_algo": "distributes positions by the attention mask, but RL passes no mask",
     "hybrid_adaptive_cp_algo": "distributes positions by the attention mask, but RL passes no mask",
 }
-# Coefficients of auxiliary losses, and types of load balancing that have no loss.
-_AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
+# Types of load balancing that have no loss.
 _NO_BALANCE = ("none", "noaux_tc", ["none"])
-# Attributes with which a token does not attend to all of its ancestors in a tree row, and what they ask for.
-_NOT_IN_TREES = {
+# Attributes with which a token does not attend to exactly its own ancestors in packed rows, and what they ask for.
+_OTHER_ATTENTION = {
     "window_size": "sliding windows",
     "sliding_window": "sliding windows",
     "interleave_sliding_window": "sliding windows",
@@ -30,10 +30,20 @@ _NOT_IN_TREES = {
     "hybrid_layer_pattern": "state-space layers",
     "experimental_attention_variant": "another attention",
     "softmax_type": "attention sinks",
-    "moe_fb_overlap": "parts of layers that run apart",
-    "overlap_moe_expert_parallel_comm": "parts of layers that run apart",
-    "moe_zero_memory": "parts of layers that run apart",
 }
+# The same of a tree: its hooks, by which a layer knows its branches, would not run, or experts would count its tokens.
+_NOT_IN_TREES = _OTHER_ATTENTION | {
+    "moe_fb_overlap": "runs parts of a layer outside of its forward pass",
+    "overlap_moe_expert_parallel_comm": "runs parts of a layer outside of its forward pass",
+    "moe_zero_memory": "runs parts of a layer outside of its forward pass",
+    "moe_expert_capacity_factor": "experts have places for fewer tokens than the rows have",
+}
+_NOT_WITH_EXPERTS_IN_TREES = {
+    "swap_attention": "recomputes experts outside of their layer's forward pass",
+    "moe_alltoall_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
+    "moe_allgather_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
+}
+_NOT_GIVEN = (None, False, "", "vanilla", "disable")
 _ATTENTION_MODULE = "megatron.core.transformer.dot_product_attention"
 _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
 
@@ -128,31 +138,60 @@ def _latent_attention(args: Any, algorithm: str) -> Iterator[str]:
         )
 
 
-def shared_prompts(args: Any, config: RLConfig) -> Iterator[str]:
-    """Refuses flags with which branches of a tree row would not see exactly their own ancestors, at their own
-    positions. Dropout and other embeddings than rope are refused with or without --rl-share-prompts."""
-    if not config.forward.share_prompts:
+def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
+    """Refuses flags with which tokens of packed rows, or of a tree, would not see exactly their own ancestors, at their
+    own positions. Dropout and other embeddings than rope are refused with and without them."""
+    flag = config.forward.packed_by
+    out, mindspeed = f"or remove {flag}", hasattr(args, "pre_tockens")
+    engine = getattr(args, "transformer_impl", "local") == "transformer_engine"
+    shared, experts = config.forward.share_prompts, getattr(args, "num_experts", None)
+    if not flag:
         return
-    flag, out = "--rl-share-prompts", "or remove --rl-share-prompts"
-    if (size := args.context_parallel_size) > 1:
-        yield f"{flag} with --context-parallel-size {size} would split tree rows; give --context-parallel-size 1, {out}"
-    if config.forward.logprob_chunk_tokens == 0:
-        yield f"{flag} with --rl-logprob-chunk-tokens 0: a token may have several labels; raise the latter, {out}"
-    for name, what in _NOT_IN_TREES.items():
-        if (value := getattr(args, name, None)) not in (None, False, "", "vanilla", "disable"):
+    names = _NOT_IN_TREES if shared else {} if engine and not mindspeed else _OTHER_ATTENTION
+    if shared and experts:
+        names = names | _NOT_WITH_EXPERTS_IN_TREES
+        if not getattr(args, "moe_layer_recompute", False):
+            names = {name: what for name, what in names.items() if not name.endswith("_overlap_comm")}
+    for name, what in names.items():
+        if (value := getattr(args, name, None)) not in _NOT_GIVEN:
             given = spelt(name) if value is True else f"{spelt(name)} {value}"
             yield f"{flag} does not fit {given} ({what}); remove {spelt(name)}, {out}"
+    balance, coefficient = (getattr(args, name, None) for name in ("moe_router_load_balancing_type", AUXILIARY[0]))
+    if experts and "seq_aux_loss" in (balance if isinstance(balance, list) else [balance]) and coefficient:
+        yield (
+            f"{flag} with --moe-router-load-balancing-type seq_aux_loss: all rows of a micro-batch would be balanced "
+            f"as one sequence; give aux_loss, --moe-aux-loss-coeff 0, {out}"
+        )
+    if mindspeed and engine and (shared or not getattr(args, "use_flash_attn", False)):
+        fix = "" if shared else "--use-flash-attn, or "
+        yield (
+            f"{flag} with MindSpeed's --transformer-impl transformer_engine was not tested; give {fix}"
+            f"--transformer-impl local, {out}"
+        )
+    if not shared:
+        return
+    if (size := args.context_parallel_size) > 1:
+        yield f"{flag} with --context-parallel-size {size} would split tree rows; give --context-parallel-size 1, {out}"
     yarn = getattr(args, "multi_latent_attention", False) and getattr(args, "rope_type", None) != "rope"
     if yarn and getattr(args, "apply_rope_fusion", False):
         # From core 0.16.1 on it takes cached angles by position (multi_latent_attention.py), which no hook replaces.
         yield f"{flag} with YaRN in latent attention needs positions that RL gives: give --no-rope-fusion, {out}"
     backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
-    kernels = getattr(args, "transformer_impl", "local") == "transformer_engine" and not hasattr(args, "pre_tockens")
-    if kernels and backend in ("unfused", "local"):
+    if engine and not mindspeed and backend in ("unfused", "local"):
         yield (
             f"{flag}: --attention-backend {backend} cannot align a causal mask at the ends of packed rows; give "
             f"--attention-backend flash, {out}"
         )
+    if engine and not mindspeed and (version := _transformer_engine()) and int(version.split(".")[0]) < 2:
+        yield f"{flag} aligns attention at the ends of rows: install TransformerEngine 2.0 (here: {version}), {out}"
+
+
+def _transformer_engine() -> str | None:
+    """Its version; None: it is not installed."""
+    try:
+        return importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _megatrons_own_attention() -> bool:
@@ -295,7 +334,7 @@ def _auxiliary(args: Any) -> Iterator[str]:
     """Flags, with values, of the auxiliary losses that Megatron adds for a model with experts, unless they are 0."""
     balances = getattr(args, "moe_router_load_balancing_type", None) not in _NO_BALANCE
     balances = balances or getattr(args, "seq_aux", False)  # of MindSpeed-LLM, in addition to noaux_tc
-    for name in _AUXILIARY if getattr(args, "num_experts", None) else ():
+    for name in AUXILIARY if getattr(args, "num_experts", None) else ():
         value = getattr(args, name, None)
         values = value if isinstance(value, list) else [value]
         if any(values) and (balances or name == "moe_z_loss_coeff"):

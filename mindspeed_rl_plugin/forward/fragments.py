@@ -65,7 +65,7 @@ class Trees:
         return sum(self.added(a, b) for rows in self.groups(ids) for a, b in pairwise((None, *rows)))
 
     def units(self, ids: Iterable[SampleId], fits: Callable[[int], bool]) -> Iterator[Fragment]:
-        """Fragments of the rows, each as large as `fits`, which is asked about tokens, lets it be; at least one row."""
+        """Fragments of the rows, as large as possible with `fits(tokens)` true; one row is always a fragment."""
         for group in self.groups(ids):
             unit, size = [], 0
             for row in group:
@@ -115,8 +115,8 @@ class Trees:
         return dealt
 
     def _levelled(self, dealt: list[list[Fragment]], whole: bool, limit: float) -> tuple[list[list[Fragment]], int]:
-        """The same, with tokens of the fullest rank: it swaps as many rows with another rank, the emptiest first, as
-        long as this helps, until it has at most `limit` tokens."""
+        """The fragments after swaps, and the tokens of the fullest rank. The fullest rank swaps as many rows with
+        another rank, the emptiest first, as long as this helps, until it has at most `limit` tokens."""
         loads = [sum(map(self.tokens, rows)) for rows in dealt]
         while max(loads) > limit:
             full = loads.index(max(loads))

@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from mindspeed_rl_plugin.forward.settings import AUXILIARY
 from mindspeed_rl_plugin.forward.tree import Branches
 from mindspeed_rl_plugin.forward.tree_kernels import Kernel
 
@@ -25,6 +26,9 @@ _last: list[tuple[Tensor, Branches]] = []  # the mask that was decoded last, whi
 
 def install(model: torch.nn.Module, kernel: Kernel) -> None:
     """Hook the attention, rotary embeddings, experts and layers of a model chunk, once. kernel: of the attention."""
+    if "_rl_layers_hooked" in vars(model):
+        return
+    vars(model)["_rl_layers_hooked"] = True
     for module in model.modules():
         if hasattr(attention := getattr(module, "self_attention", None), "core_attention"):
             _hook(module, "forward", _layer)
@@ -131,11 +135,9 @@ def _routing(
 
 def _looks_at_all(router: torch.nn.Module) -> bool:
     """Whether a router does more than to choose the experts of each token by itself."""
-    config = router.config
-    losses = config.moe_aux_loss_coeff
-    losses = any(losses) if isinstance(losses, list) else losses
+    losses = (getattr(router.config, name, None) for name in AUXILIARY)
     whole = router.routing_type in ("sinkhorn", "quantile_balancing")
-    return bool(losses or config.moe_z_loss_coeff or router.enable_expert_bias or whole)
+    return any(any(c) if isinstance(c, list) else c for c in losses) or bool(router.enable_expert_bias) or whole
 
 
 def _experts(moe: torch.nn.Module, forward: Callable[..., Any], hidden: Tensor, *more: Any, **named: Any) -> Any:

@@ -17,6 +17,10 @@ CHUNK_BYTES_ON_HOST = 4 << 20
 NARROWEST = 1024
 
 
+# Megatron's and MindSpeed-LLM's coefficients of auxiliary losses of experts.
+AUXILIARY = ("moe_aux_loss_coeff", "moe_device_level_aux_loss_coeff", "moe_comm_aux_loss_coeff", "moe_z_loss_coeff")
+
+
 @dataclass(frozen=True)
 class ForwardSettings:
     """Settings of all micro-batches of a run. The log-prob pass and the update must use the same object."""

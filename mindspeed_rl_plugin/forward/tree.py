@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.batching import padded
@@ -55,6 +56,13 @@ class Branches:
     def key_lengths(self) -> list[int]:
         """`[n]` keys of each path."""
         return self.keys.diff(prepend=self.keys.new_zeros(1)).tolist()
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """`[n + 1]` int32 each, `queries` and `keys` with a leading 0, on the device of the positions, once for all
+        layers."""
+        cu_q, cu_kv = (F.pad(ends, (1, 0)).to(self.at.device, torch.int32) for ends in (self.queries, self.keys))
+        return cu_q, cu_kv
 
     @cached_property
     def positions(self) -> Tensor:

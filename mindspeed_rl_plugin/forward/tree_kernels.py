@@ -41,20 +41,10 @@ def by_torch(
 
 
 def by_transformer_engine(
-    attention: torch.nn.Module,
-    forward: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    branches: Branches,
+    _: torch.nn.Module, forward: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, branches: Branches
 ) -> Tensor:
     """Megatron's TEDotProductAttention (core 0.12.1 to 0.19), which passes on the name of the mask's type. Its enum has
-    no member for this type. Raises ValueError for a TransformerEngine that takes no type of mask."""
-    if not attention.te_forward_mask_type:
-        raise ValueError(
-            "this TransformerEngine takes no attn_mask_type, so attention cannot be aligned at the bottom right; "
-            "install TransformerEngine 2.0 or newer, or remove --rl-share-prompts"
-        )
+    no member for this type."""
     output = forward(
         *(t.squeeze(1) for t in (query, key, value)),
         None,
@@ -98,7 +88,7 @@ def packed_seq_params(branches: Branches, device: torch.device | str) -> PackedS
 
     MindSpeed passes the boundaries with the leading 0 to the NPU's kernel, which takes this 0 as one more, empty row.
     """
-    cu_q, cu_kv = (F.pad(ends, (1, 0)).to(device, torch.int32) for ends in (branches.queries, branches.keys))
+    cu_q, cu_kv = (ends.to(device) for ends in branches.cu_seqlens)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_q,

@@ -1,5 +1,6 @@
 """Trees of rows that share prefixes: their plan, their attention by each kernel, and steps of real Megatron."""
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -63,8 +64,6 @@ def test_each_row_is_in_the_tree_and_sees_itself_alone(rows, multiple):
 class OwnAttention(torch.nn.Module):
     """Has what is read of Megatron's attention; with another mask it gives this back."""
 
-    te_forward_mask_type = True
-
     def __init__(self, coefficient: int | None = None) -> None:
         super().__init__()
         self.softmax_scale, self.scale_mask_softmax = 0.5 / (coefficient or 1), SimpleNamespace(scale=coefficient)
@@ -104,7 +103,11 @@ KERNELS = {"torch": tree_kernels.by_torch, "engine": tree_kernels.by_transformer
 @pytest.mark.parametrize("rows", [DEEP, [[1, 2], [3, 4, 5], [6]]], ids=["deep", "apart"])
 @pytest.mark.parametrize(
     ("kernel", "groups", "width", "coefficient"),
-    [("torch", 4, 8, None), ("torch", 2, 8, 3), ("torch", 4, 6, None), ("engine", 2, 8, None), ("npu", 2, 8, None)],
+    [
+        ("torch", 4, 8, None),
+        ("torch", 2, 8, 3),
+        *((name, *size, None) for name in KERNELS for size in ((2, 8), (4, 6))),
+    ],
 )
 def test_attention_of_a_tree_is_that_of_each_row(monkeypatch, rows, kernel, groups, width, coefficient):
     """Against one softmax under the whole mask, in float64; twice, as a layer that runs again."""
@@ -141,11 +144,17 @@ def test_attention_of_a_tree_is_that_of_each_row(monkeypatch, rows, kernel, grou
         assert attention(query, key, value, None) is None
 
 
-def test_an_engine_without_types_of_masks_is_refused():
-    attention, (tree, _) = EngineAttention(), planned(DEEP)
-    attention.te_forward_mask_type = False
-    with pytest.raises(ValueError, match="aligned at the bottom right; install TransformerEngine 2.0"):
-        tree_kernels.by_transformer_engine(attention, attention.forward, *[torch.ones(1)] * 3, tree.branches)
+@pytest.mark.upstream
+@pytest.mark.parametrize("checkout", checkouts(), ids=lambda path: path.name)
+def test_megatrons_wrapper_of_transformer_engine_takes_these_arguments(checkout):
+    tree = ast.parse((checkout / "megatron/core/extensions/transformer_engine.py").read_text())
+    classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    methods = (node for node in classes["TEDotProductAttention"].body if isinstance(node, ast.FunctionDef))
+    forward = next(method for method in methods if method.name == "forward")
+    names = [argument.arg for argument in forward.args.args]
+    assert names[1:5] == ["query", "key", "value", "attention_mask"]
+    assert {"attn_mask_type", "packed_seq_params"} <= {*names}
+    assert "attn_mask_type=attn_mask_type.name" in ast.unparse(forward)
 
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -176,7 +185,10 @@ ORDINARY = {
 SLOW = {
     1: {
         "experts": case("experts"),
+        "experts, counted": case("experts", **BIAS),
         "latent": case("latent rope", **SELECTIVE),
+        "MLP": case("dense", recompute_granularity="selective", recompute_modules=["mlp"]),
+        "block": case("experts", **AUX, **FULL | {"recompute_method": "block"}),
         "latent, yarn": case("latent yarn experts", **AUX, **FULL),
         "bf16": case("dense") | {"dtype": "bfloat16"},
         "fp32": case("experts", **AUX) | {"dtype": "float32"},
@@ -191,11 +203,14 @@ SLOW = {
 }
 
 
+LIMITS = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1}
+
+
 def check_steps(torchrun, ranks, cases, **more):
     done = torchrun(Path(__file__).with_name("tree_ranks.py"), json.dumps(cases), ranks=ranks, **more)
     found = dict(line.split("\t", 1) for line in done.stdout.splitlines() if "\t" in line)
     assert found.keys() == cases.keys()
-    limits = {name: 0.1 if "dtype" in one else 1e-10 for name, one in cases.items()}
+    limits = {name: LIMITS[one.get("dtype", "float64")] for name, one in cases.items()}
     assert all(float(worst.split("\t")[0]) < limits[name] for name, worst in found.items()), found
 
 

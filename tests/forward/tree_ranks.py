@@ -2,7 +2,7 @@
 
 Argument: JSON `{case: {"kind": of the model, "config": Megatron's, "layout": sizes, "chunks": of the pipeline, and
 maybe "dtype", else float64}}`. Without trees each row runs alone, under Megatron's own attention and mask. If the
-router has a loss or counts, which are those of a micro-batch, or in another dtype, rows are packed. Prints `CASE WORST
+router has a loss, which is that of a micro-batch, or in another dtype, rows are packed. Prints `CASE WORST
 NAME`: the largest difference of the loss, log-probs, gradients and counts, as a share of what it is a difference of.
 """
 
@@ -148,7 +148,7 @@ def check(case):
     sizes = dict(temperature=0.8, chunk_tokens=7, max_tokens=200, multiple=layout.get("tensor_model_parallel_size", 1))
     settings = functools.partial(ForwardSettings, 1, 128, VOCAB - 3, **sizes)
     model, batches = model_of(case), micro_batches()
-    packed = "dtype" in case or model[0].config.moe_aux_loss_coeff or model[0].config.moe_router_enable_expert_bias
+    packed = "dtype" in case or model[0].config.moe_aux_loss_coeff
     alone = [rows.select([one]) for rows in batches for one in rows.ids]
     want = step(model, batches, settings(packed=True)) if packed else step(model, alone, settings())
     tree = step(model, batches, settings(packed=True, shared=True))

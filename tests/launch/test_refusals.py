@@ -37,7 +37,7 @@ from refusals import (
 )
 
 from mindspeed_rl_plugin.algorithms.estimators import ADVANTAGES
-from mindspeed_rl_plugin.checks import flag_checks
+from mindspeed_rl_plugin.checks import flag_checks, upstream_checks
 from mindspeed_rl_plugin.checks.refusal import lines_of
 from mindspeed_rl_plugin.checks.refused_flags import (
     OFF,
@@ -114,6 +114,13 @@ def test_refused(build, rule, changes):
     lines = problems_of(build, changes)
     assert {*lines} & {*said_by(rule, build(changes))}, lines
     assert len(set(lines)) == len(lines)
+
+
+def test_an_old_transformer_engine_has_no_attention_for_trees(build, monkeypatch):
+    args, rule = build(SHARED | {"transformer_impl": "transformer_engine"}), "upstream_checks.packed_rows"
+    for version, refused in (("1.13.0", 1), ("2.0.0", 0), (None, 0)):
+        monkeypatch.setattr(upstream_checks, "_transformer_engine", lambda version=version: version)
+        assert len(said_by(rule, args)) == refused
 
 
 @pytest.mark.parametrize("rule", REFUSED)
