@@ -26,6 +26,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks" / "training"))
+
+from shared_rows import clear_peak, peak_resident, resident  # noqa: E402
+
 ARMS = ("plain", "megatron", "logits", "chunked")
 CASES = ("2048/32000/256", "8192/32000/256", "2048/152064/256", "1024/152064/1024", "4096/152064/1024")
 # (case, ratio, metric) -> the most that issue 5 allows
@@ -100,25 +104,6 @@ def megatron_cross_entropy():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
     return vocab_parallel_cross_entropy
-
-
-def resident() -> int:
-    """Bytes of this process in memory now."""
-    return _status("VmRSS")
-
-
-def peak_resident() -> int:
-    """Most bytes of this process in memory since `clear_peak`."""
-    return _status("VmHWM")
-
-
-def clear_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
 
 
 def rounds(cases: list[str], arms: list[str], repeats: int, more: list[str], threads: int) -> list[dict]:
