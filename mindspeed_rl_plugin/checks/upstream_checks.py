@@ -147,7 +147,9 @@ def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
     shared, experts = config.forward.share_prompts, getattr(args, "num_experts", None)
     if not flag:
         return
-    names = _NOT_IN_TREES if shared else {} if engine and not mindspeed else _OTHER_ATTENTION
+    names = _NOT_IN_TREES if shared else _OTHER_ATTENTION
+    if engine and not (shared or mindspeed):  # TransformerEngine has windows and sinks of packed rows
+        names = {name: what for name, what in names.items() if "window" not in what and "sink" not in what}
     if shared and experts:
         names = names | _NOT_WITH_EXPERTS_IN_TREES
         if not getattr(args, "moe_layer_recompute", False):

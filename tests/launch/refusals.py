@@ -354,6 +354,7 @@ REFUSED: dict[str, list[dict]] = {
         SHARED | MOE | {"swap_attention": True},
         SHARED | MOE | {"moe_alltoall_overlap_comm": True, "moe_layer_recompute": True},
         PACKED | DPO | {"softmax_type": "learnable"},
+        PACKED | DPO | {"hybrid_layer_pattern": "M*-", "transformer_impl": "transformer_engine"},
         PACKED | MOE | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-3},
         PACKED | {"pre_tockens": 65536, "transformer_impl": "transformer_engine"},
         DEEPSEEK | SHARED | dict(rope_type="yarn", rotary_scaling_factor=1.0, apply_rope_fusion=True),
