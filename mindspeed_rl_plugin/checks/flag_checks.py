@@ -337,6 +337,7 @@ CHECKS: tuple[Check, ...] = (
     _token_budget,
     upstream_checks.context_parallel,
     upstream_checks.packed_rows,
+    upstream_checks.router_replay,
     upstream_checks.flash_attention,
     upstream_checks.gradients,
     upstream_checks.shared_memory,

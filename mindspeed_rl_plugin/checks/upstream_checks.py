@@ -31,14 +31,14 @@ _OTHER_ATTENTION = {
     "experimental_attention_variant": "another attention",
     "softmax_type": "attention sinks",
 }
-# The same of a tree: its hooks, by which a layer knows its branches, would not run, or experts would count its tokens.
-_NOT_IN_TREES = _OTHER_ATTENTION | {
+# The same where hooks of layers are needed, by which they know branches of trees and given experts.
+_OUTSIDE = {
     "moe_fb_overlap": "runs parts of a layer outside of its forward pass",
     "overlap_moe_expert_parallel_comm": "runs parts of a layer outside of its forward pass",
     "moe_zero_memory": "runs parts of a layer outside of its forward pass",
-    "moe_expert_capacity_factor": "experts have places for fewer tokens than the rows have",
 }
-_NOT_WITH_EXPERTS_IN_TREES = {
+_CAPACITY = {"moe_expert_capacity_factor": "experts have places for fewer tokens than the rows have"}
+_EXPERTS_OUTSIDE = {
     "swap_attention": "recomputes experts outside of their layer's forward pass",
     "moe_alltoall_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
     "moe_allgather_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
@@ -147,17 +147,10 @@ def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
     shared, experts = config.forward.share_prompts, getattr(args, "num_experts", None)
     if not flag:
         return
-    names = _NOT_IN_TREES if shared else _OTHER_ATTENTION
+    names = _OTHER_ATTENTION | (_OUTSIDE | _CAPACITY if shared else {})
     if engine and not (shared or mindspeed):  # TransformerEngine has windows and sinks of packed rows
         names = {name: what for name, what in names.items() if "window" not in what and "sink" not in what}
-    if shared and experts:
-        names = names | _NOT_WITH_EXPERTS_IN_TREES
-        if not getattr(args, "moe_layer_recompute", False):
-            names = {name: what for name, what in names.items() if not name.endswith("_overlap_comm")}
-    for name, what in names.items():
-        if (value := getattr(args, name, None)) not in _NOT_GIVEN:
-            given = spelt(name) if value is True else f"{spelt(name)} {value}"
-            yield f"{flag} does not fit {given} ({what}); remove {spelt(name)}, {out}"
+    yield from _do_not_fit(args, flag, names | (_experts_outside(args) if shared and experts else {}))
     balance, coefficient = (getattr(args, name, None) for name in ("moe_router_load_balancing_type", AUXILIARY[0]))
     if experts and "seq_aux_loss" in (balance if isinstance(balance, list) else [balance]) and coefficient:
         yield (
@@ -186,6 +179,39 @@ def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
         )
     if engine and not mindspeed and (version := _transformer_engine()) and int(version.split(".")[0]) < 2:
         yield f"{flag} aligns attention at the ends of rows: install TransformerEngine 2.0 (here: {version}), {out}"
+
+
+def router_replay(args: Any, config: RLConfig) -> Iterator[str]:
+    """Refuses flags with which routers would not choose the experts that --rl-router-replay gives them."""
+    flag, size = f"--rl-router-replay {config.forward.router_replay}", args.context_parallel_size
+    if config.forward.router_replay is None:
+        return
+    if not getattr(args, "num_experts", None):
+        yield f"{flag}: the model has no experts (--num-experts is not given); remove it"
+        return
+    if size > 1:
+        yield f"{flag} with --context-parallel-size {size} would split rows; give --context-parallel-size 1"
+    if getattr(args, "moe_router_fusion", False):
+        yield f"{flag}: --moe-router-fusion chooses experts inside a kernel; remove one of them"
+    balance = getattr(args, "moe_router_load_balancing_type", None)
+    for name in {"sinkhorn", "quantile_balancing"} & {*(balance if isinstance(balance, list) else [balance])}:
+        yield f"{flag}: --moe-router-load-balancing-type {name} chooses for all tokens together; give another type"
+    hybrid = {name: what for name, what in _OTHER_ATTENTION.items() if "state" in what}
+    yield from _do_not_fit(args, flag, hybrid | _OUTSIDE | _experts_outside(args))
+
+
+def _experts_outside(args: Any) -> dict[str, str]:
+    """Attributes with which experts are recomputed where hooks do not run, and the reasons."""
+    again = getattr(args, "moe_layer_recompute", False)
+    return {name: what for name, what in _EXPERTS_OUTSIDE.items() if again or not name.endswith("_overlap_comm")}
+
+
+def _do_not_fit(args: Any, flag: str, names: dict[str, str]) -> Iterator[str]:
+    """A message for each of the attributes that is given. names: attribute -> the reason."""
+    for name, what in names.items():
+        if (value := getattr(args, name, None)) not in _NOT_GIVEN:
+            given = spelt(name) if value is True else f"{spelt(name)} {value}"
+            yield f"{flag} does not fit {given} ({what}); remove {spelt(name)}, or remove {flag}"
 
 
 def _transformer_engine() -> str | None:

@@ -162,6 +162,12 @@ class ForwardConfig:
         "each micro-batch; includes --rl-pack-sequences",
         pairs=True,
     )
+    router_replay: str | None = flag(
+        None,
+        "log-probs and update send each token to the experts that were chosen before. rollout: by the engine, when it "
+        "sampled or read the token (default: routers choose anew in each pass)",
+        choices=("rollout",),
+    )
     logprob_chunk_tokens: int | None = flag(
         None,
         "compute log-probs, and their backward, for one slice of the vocabulary after the other; a slice has as many "

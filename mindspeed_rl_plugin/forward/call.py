@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward import layer_hooks, tree_kernels
+from mindspeed_rl_plugin.forward.carried import Carried
 from mindspeed_rl_plugin.forward.collate import MicroBatch
-from mindspeed_rl_plugin.forward.tree import Branches
 from mindspeed_rl_plugin.forward.tree_kernels import Kernel, packed_seq_params
 from mindspeed_rl_plugin.weights.storages import unwrap
 
@@ -31,17 +31,25 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states; of a
     tree the output of its T tokens."""
     run = batch.tree or batch
-    if batch.segments is None:
+    if batch.segments is None and batch.routes is None:
         return model(run.tokens, run.position_ids, batch.attention_mask)
-    if batch.bounded and batch.ranks == 1 and batch.tree is None:
+    if batch.segments is None:
+        _install(model, batch)
+        causal = run.tokens.shape[1] if batch.explicit_mask else 0
+        return model(run.tokens, run.position_ids, Carried(causal=causal, routes=batch.routes).encoded())
+    if batch.bounded and batch.ranks == 1 and batch.tree is None and batch.routes is None:
         boundaries = packed_seq_params(batch.branches, run.tokens.device)
         return model(run.tokens, run.position_ids, None, packed_seq_params=boundaries)
     if batch.ranks > 1:
         _take_boundaries(model)
     else:
-        layer_hooks.install(model, _kernel(model) if batch.bounded else tree_kernels.by_torch)
+        _install(model, batch)
     with own_positions(model, batch):
-        return model(run.tokens, run.position_ids, batch.branches.encoded())
+        return model(run.tokens, run.position_ids, Carried(batch.branches, routes=batch.routes).encoded())
+
+
+def _install(model: torch.nn.Module, batch: MicroBatch) -> None:
+    layer_hooks.install(model, _kernel(model) if batch.bounded else tree_kernels.by_torch, batch.routed)
 
 
 def _kernel(model: torch.nn.Module) -> Kernel:
@@ -63,7 +71,7 @@ def _mask_to_boundaries(attention: torch.nn.Module, given: tuple, named: dict[st
     query, key, value, mask, *more = given
     if mask is None or mask.dim() != 1:
         return None
-    boundaries = packed_seq_params(Branches.decoded(mask), "cpu")
+    boundaries = packed_seq_params(Carried.decoded(mask).branches, "cpu")
     return (query, key, value, None, *more), {**named, "packed_seq_params": boundaries}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.batching import padded
+from mindspeed_rl_plugin.forward.routes import Routes
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.forward.tree import Branches, PrefixTree, plan_tree
 from mindspeed_rl_plugin.rows import Ragged, Rows
@@ -39,6 +40,8 @@ class MicroBatch:
     bounded: bool = False  # packed: the attention itself takes row boundaries
     ranks: int = 1  # number of context parallel ranks over which the rows are split; S counts this rank's tokens
     tree: PrefixTree | None = None  # packed: what the model runs in place of `tokens`; None: the tokens themselves
+    routes: Routes | None = None  # on the host, experts of the tokens that the model runs; None: routers choose
+    routed: tuple[int, ...] = ()  # Megatron's numbers of the layers with experts
 
     @property
     def sequence(self) -> Tensor:
@@ -71,9 +74,10 @@ class MicroBatch:
 def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: Sequence[str] = ()) -> MicroBatch:
     """Pad and shift one micro-batch.
 
-    rows: `tokens` and maybe `loss_mask`: without it all tokens are trained but the first of each row. columns: names of
-    further ragged per-token columns of the micro-batch. Raises ValueError for a column that is not aligned with the
-    tokens and, if rows are not packed, for a wrong number of rows or a row longer than the sequence length.
+    rows: `tokens` and maybe `loss_mask`: without it all tokens are trained but the first of each row; `routes` if
+    routers shall not choose. columns: names of further ragged per-token columns of the micro-batch. Raises ValueError
+    for a column that is not aligned with the tokens, for experts that the model lacks and, if rows are not packed, for
+    a wrong number of rows or a row longer than the sequence length.
     """
     tokens, packed = rows["tokens"], settings.packed
     lengths, total = tokens.lengths, len(tokens.values)
@@ -96,6 +100,13 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     else:
         positions = torch.arange(length).repeat(len(rows), 1)
     mask = rows.columns.get("loss_mask", Ragged(torch.ones_like(tokens.values), tokens.offsets))
+    tree = plan_tree(tokens, length, settings.multiple) if settings.shared else None
+    routes = None
+    if "routes" in rows.columns:
+        _check_routes(rows["routes"], settings)
+        every = Ragged(torch.ones(total, dtype=torch.bool), tokens.offsets)
+        ids, given = (laid_out(_shifted(c, tokens, "routes")) for c in (rows["routes"], every))
+        routes = Routes.laid_out(ids, given, tree)
     return MicroBatch(
         index=index,
         tokens=laid_out(tokens).long(),
@@ -107,7 +118,9 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
         columns={name: laid_out(_shifted(rows[name], tokens, name)) for name in columns},
         segments=segments,
         bounded=settings.bounded,
-        tree=plan_tree(tokens, length, settings.multiple) if settings.shared else None,
+        tree=tree,
+        routes=routes,
+        routed=settings.routed,
     )
 
 
@@ -128,6 +141,16 @@ def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.ones(length, length, dtype=torch.bool, device=device).triu_(1)[None, None]
 
 
+def _check_routes(routes: Ragged, settings: ForwardSettings) -> None:
+    """Raise ValueError for experts that the model does not have, or another number of layers."""
+    layers, most = routes.values.shape[1], int(routes.values.max()) if routes.values.numel() else 0
+    if layers != len(settings.routed) or most >= settings.experts:
+        raise ValueError(
+            f"routes name {layers} layers and experts up to {most}, the model has {len(settings.routed)} layers with "
+            f"experts 0 to {settings.experts - 1}; give logical ids, in the order of the layers"
+        )
+
+
 def _shifted(column: Ragged, tokens: Ragged, name: str) -> Ragged:
     """Entry t + 1 of each row in the place of entry t; the last entry predicts nothing and is 0."""
     if not torch.equal(column.lengths, tokens.lengths):
@@ -135,6 +158,6 @@ def _shifted(column: Ragged, tokens: Ragged, name: str) -> Ragged:
             f"column {name!r} has rows of {column.lengths.tolist()} entries for {tokens.lengths.tolist()} tokens; give "
             "one entry for each token"
         )
-    values = column.values.roll(-1)
+    values = column.values.roll(-1, 0)
     values[column.offsets[1:][column.lengths > 0] - 1] = 0
     return Ragged(values, column.offsets)

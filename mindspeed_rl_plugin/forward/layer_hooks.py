@@ -1,35 +1,41 @@
-"""Permanent hooks with which a model's layers run packed rows and trees, by what travels in the place of the mask.
+"""Permanent hooks with which a model's layers run packed rows, trees and given routes, by what travels in the place of
+the mask.
 
 A layer that is recomputed in the backward pass runs outside of any context manager of the forward pass: its attention
 would then attend to all rows, and the gradient would be wrong while log-probs are right. Recomputing passes a layer its
-mask again. So the mask is the key: `Branches.encoded`, a tensor of one dimension, which Megatron's masks never have.
+mask again. So the mask is the key: `Carried.encoded`, a tensor of one dimension, which Megatron's masks never have.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
+from mindspeed_rl_plugin.forward import routes
+from mindspeed_rl_plugin.forward.carried import Carried
+from mindspeed_rl_plugin.forward.collate import causal_mask
 from mindspeed_rl_plugin.forward.settings import AUXILIARY
-from mindspeed_rl_plugin.forward.tree import Branches
 from mindspeed_rl_plugin.forward.tree_kernels import Kernel
 
 _layer_masks: list[Tensor | None] = [None]  # of the layer that runs now, at the end
-_last: list[tuple[Tensor, Branches]] = []  # the mask that was decoded last, which keeps its address from being reused
+_last: list[
+    tuple[Tensor, torch.device, Carried]
+] = []  # the mask that was decoded last, which keeps its address from being reused
 
 
-def install(model: torch.nn.Module, kernel: Kernel) -> None:
-    """Hook the attention, rotary embeddings, experts and layers of a model chunk, once. kernel: of the attention."""
+def install(model: torch.nn.Module, kernel: Kernel, routed: Sequence[int] = ()) -> None:
+    """Hook the attention, rotary embeddings, experts and layers of a model chunk, once. kernel: of the attention of
+    packed rows; routed: Megatron's numbers of the layers whose experts may be given."""
     if "_rl_layers_hooked" in vars(model):
         return
     vars(model)["_rl_layers_hooked"] = True
-    for module in model.modules():
+    for name, module in model.named_modules():
         if hasattr(attention := getattr(module, "self_attention", None), "core_attention"):
             _hook(module, "forward", _layer)
             _hook(attention.core_attention, "forward", functools.partial(_attend, kernel))
@@ -37,7 +43,9 @@ def install(model: torch.nn.Module, kernel: Kernel) -> None:
             if isinstance(rotary, torch.nn.Module):  # of latent attention, which calls it in each layer
                 _hook(rotary, "forward", _rotary)
         if hasattr(router := getattr(module, "router", None), "routing"):
-            _hook(router, "routing", _routing)
+            own = {"mtp", "mtp_layers"}.intersection(name.split("."))  # these layers predict further tokens
+            layer = None if own or router.layer_number not in routed else routed.index(router.layer_number)
+            _hook(router, "routing", functools.partial(_routing, layer))
             _hook(module, "forward", _experts)
 
 
@@ -66,14 +74,14 @@ def _running(mask: Tensor | None) -> Iterator[None]:
         _layer_masks.pop()
 
 
-def _branches(mask: Tensor | None, device: torch.device) -> Branches | None:
-    """The branches that a mask describes; None: another mask. Since all layers of a pass get one mask, the last one is
+def _carried(mask: Tensor | None, device: torch.device) -> Carried:
+    """What a mask carries; nothing if it is another mask. Since all layers of a pass get one mask, the last one is
     kept, with its positions on the device."""
     if mask is None or mask.dim() != 1:
-        return None
-    if not _last or _last[0][0].data_ptr() != mask.data_ptr() or _last[0][1].at.device != device:
-        _last[:] = [(mask, Branches.decoded(mask).to(device))]
-    return _last[0][1]
+        return Carried()
+    if not _last or _last[0][0].data_ptr() != mask.data_ptr() or _last[0][1] != device:
+        _last[:] = [(mask, device, Carried.decoded(mask).to(device))]
+    return _last[0][2]
 
 
 def _layer(layer: torch.nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
@@ -95,8 +103,13 @@ def _attend(
 ) -> Tensor:
     """Attention `[T, 1, heads x value_dim]` of each branch to its path. query: `[T, 1, heads, head_dim]`; key, value:
     the same with as many heads, or fewer."""
-    branches = _branches(mask, query.device)
+    carried = _carried(mask, query.device)
+    branches = carried.branches
     if branches is None:
+        if carried.causal:
+            mask = causal_mask(carried.causal, query.device)
+        elif carried.routes is not None:
+            mask = None
         return forward(query, key, value, mask, *more, **named)
     if len(branches.kv_index):
         key, value = (t.index_select(0, branches.kv_index) for t in (key, value))
@@ -106,20 +119,33 @@ def _attend(
 def _rotary(rotary: torch.nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Rotary embeddings of each token's position in its row."""
     embeddings = forward(*given, **named)
-    branches = _branches(_layer_masks[-1], (embeddings[0] if isinstance(embeddings, tuple) else embeddings).device)
+    device = (embeddings[0] if isinstance(embeddings, tuple) else embeddings).device
+    branches = _carried(_layer_masks[-1], device).branches
     return embeddings if branches is None else at_positions(embeddings, branches.positions)
 
 
 def _routing(
-    router: torch.nn.Module, routing: Callable[..., tuple], logits: Tensor, *more: Any, **named: Any
+    layer: int | None,
+    router: torch.nn.Module,
+    routing: Callable[..., tuple],
+    logits: Tensor,
+    *more: Any,
+    **named: Any,
 ) -> tuple[Tensor, ...]:
-    """Routes each token as often as it is in rows, so that auxiliary losses and counts are those of the rows.
+    """Routes each token as often as it is in rows, so that auxiliary losses and counts are those of the rows; to the
+    experts that are given, if any.
 
-    logits: `[T, 1, experts]`, or `[T / tp, 1, experts]` with sequence parallelism. Returns what `routing` returns for
-    the tokens of the tree: gradients of the losses, of which there is one for each row's token, are summed by autograd.
+    layer: number among the layers with experts that may be given. logits: `[T, 1, experts]`, or `[T / tp, 1, experts]`
+    with sequence parallelism. Returns what `routing` returns for the tokens of the tree: gradients of the losses, of
+    which there is one for each row's token, are summed by autograd.
     """
-    branches = _branches(_layer_masks[-1], logits.device)
-    if branches is None or not len(branches.at) or not _looks_at_all(router):
+    carried = _carried(_layer_masks[-1], logits.device)
+    branches = carried.branches
+    whole = branches is None or not len(branches.at) or not _looks_at_all(router)
+    if carried.routes is not None and layer is not None:
+        at = None if whole else branches.at
+        routing = functools.partial(routes.replay, router, layer, routing, routes=carried.routes, at=at)
+    if whole:
         return routing(logits, *more, **named)
     parts, at, first = int(branches.queries[-1]) // len(logits), branches.at, branches.first
     gather = tensor_parallel.gather_from_sequence_parallel_region

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.forward.batching import TokenBudget, padded
-from mindspeed_rl_plugin.layout.parallel import folds
+from mindspeed_rl_plugin.layout.parallel import expert_layers, folds
 
 # Bytes of the fp32 logits of a slice of the vocabulary: on an accelerator enough for matrix products at full speed, on
 # a host the size of its caches. A slice has at least NARROWEST columns, since the host's matrix products are slower
@@ -38,6 +38,8 @@ class ForwardSettings:
     packed: bool = False  # rows are concatenated without padding
     bounded: bool = False  # the attention itself takes the boundaries of packed rows; else it is called for each row
     shared: bool = False  # packed rows run common prefixes once
+    routed: tuple[int, ...] = ()  # Megatron's numbers of the layers with experts
+    experts: int = 0  # of such a layer
     rounds_of: int = 1  # with `max_tokens` the number of micro-batches is a multiple of this number
 
     def __post_init__(self) -> None:
@@ -80,6 +82,8 @@ class ForwardSettings:
             packed=packed,
             bounded=packed and takes_boundaries(args),
             shared=shared,
+            routed=expert_layers(args),
+            experts=getattr(args, "num_experts", None) or 0,
             # Interleaved schedules need complete rounds of stages.
             rounds_of=args.pipeline_model_parallel_size
             if getattr(args, "virtual_pipeline_model_parallel_size", None)

@@ -32,17 +32,6 @@ class Branches:
     kv_index: Tensor = NOWHERE  # `[K]` int64, position in the tree of each gathered key; empty: K = T, the same order
     at: Tensor = NOWHERE  # `[S]` int64, position in the tree of each packed position; empty: S = T, the same order
 
-    def encoded(self) -> Tensor:
-        """One int64 tensor, which goes through Megatron's layers in the place of a mask, on the host."""
-        sizes = torch.tensor([len(self.queries), len(self.kv_index)])
-        return torch.cat([sizes, self.queries, self.keys, self.kv_index, self.at])
-
-    @classmethod
-    def decoded(cls, mask: Tensor) -> Branches:
-        """Inverse of `encoded`."""
-        n, gathered = mask[:2].tolist()
-        return cls(*mask[2:].split([n, n, gathered, len(mask) - 2 - 2 * n - gathered]))
-
     def to(self, device: torch.device) -> Branches:
         """The same with the positions on a device."""
         return dataclasses.replace(self, kv_index=self.kv_index.to(device), at=self.at.to(device))

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.checks.refused_flags import model_refusals
 from mindspeed_rl_plugin.layout.families import FAMILIES, GROUP_LIMITED, family_of, find_family
 from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import Family, LayerType, Part, Row
-from mindspeed_rl_plugin.layout.parallel import noop_layers
+from mindspeed_rl_plugin.layout.parallel import expert_layers, noop_layers
 
 # Sizes of latent attention, and their names in a config.json.
 LATENT_FIELDS = {
@@ -259,17 +259,10 @@ def _expert_sizes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _dense_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Layers without experts. The numbers do not count no-op layers, but Megatron's flags do.
-
-    Source: get_gpt_decoder_block_spec; `--first-k-dense-replace` of MindSpeed-LLM.
-    """
-    every, layers = getattr(args, "moe_layer_freq", None) or 1, args.num_layers
-    pattern = every if isinstance(every, list | tuple) else [int(i % every == 0) for i in range(layers)]
-    if len(pattern) != layers:
-        raise ValueError(f"--moe-layer-freq describes {len(pattern)} layers, the model has {layers}")
-    first, noop = getattr(args, "first_k_dense_replace", None) or 0, noop_layers(args)
-    built = [i for i in range(layers) if i not in noop]
-    return tuple(number for number, i in enumerate(built) if not pattern[i] or i < first)
+    """Layers without experts. The numbers do not count no-op layers, but Megatron's do."""
+    built = (i + 1 for i in range(args.num_layers) if i not in noop_layers(args))
+    experts = expert_layers(args)
+    return tuple(number for number, megatrons in enumerate(built) if megatrons not in experts)
 
 
 def _latent_sizes(args: argparse.Namespace) -> dict[str, Any]:

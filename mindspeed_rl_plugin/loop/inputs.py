@@ -9,9 +9,11 @@ from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.environment import launch_env
 from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.layout.parallel import expert_layers
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic, reads_old_logps
 from mindspeed_rl_plugin.loop.docks import DockSize
 from mindspeed_rl_plugin.prompts import PairStream, PromptStream
@@ -19,6 +21,7 @@ from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.builtin import check_answers
 from mindspeed_rl_plugin.reward.specs import parse_specs
 from mindspeed_rl_plugin.rows import Prompt, Sampling
+from mindspeed_rl_plugin.stages.generate import routes_column
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
@@ -85,8 +88,8 @@ class Inputs:
         """The stages of the run."""
         graders, own = self.graders, [spec for spec, _ in self.own_stages]
         rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
-        dump = self.config.monitor.dump_dir is not None
-        return stage_table(self.algorithm, **rewards, dump=dump, own=own, kind=self.responses)
+        dump, routes = self.config.monitor.dump_dir is not None, routes_of(self.args, self.config)
+        return stage_table(self.algorithm, **rewards, dump=dump, own=own, kind=self.responses, routes=routes)
 
     @property
     def dynamic_rounds(self) -> int:
@@ -112,3 +115,10 @@ class Inputs:
         """Base of the seeds of all responses."""
         seed = self.config.rollout.rollout_seed
         return self.args.seed if seed is None else seed
+
+
+def routes_of(args: argparse.Namespace, config: RLConfig) -> ColumnSpec | None:
+    """The column with the experts that the engine chose; None if the job does not replay them."""
+    if config.forward.router_replay is None:
+        return None
+    return routes_column(len(expert_layers(args)), args.moe_router_topk, args.num_experts)

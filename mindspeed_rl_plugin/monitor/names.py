@@ -91,6 +91,10 @@ _UNITS_AND_TEXTS = {
     "critic/return_mean": ("", "mean return, the target of the critic"),
     "critic/grad_norm": ("", "gradient norm of the critic before clipping"),
     "critic/lr": ("", "learning rate of the critic"),
+    "router/differ": (
+        "share",
+        "experts of the engine that the trainer's routers would not choose (--rl-router-replay)",
+    ),
     "trained/tokens": ("tokens", "response tokens in the loss"),
     "trained/sequences": ("samples", "responses in the loss; under filtration with repeats"),
     "tokens/shared": (
@@ -149,6 +153,7 @@ METRICS = {name: Meaning(*of) for name, of in _UNITS_AND_TEXTS.items()}
 _PATTERNS = (
     (re.compile(r"seconds/.+"), Meaning("s", "time of the stage on its slowest rank")),
     (re.compile(r"peak_bytes/.+"), Meaning("bytes", PEAK)),
+    (re.compile(r"router/differ/\d+"), Meaning("share", "router/differ of this layer")),
     (re.compile(r"reward/mean/.+"), Meaning("", "mean grade by one of several graders, before its weight")),
     (re.compile(r"eval/pass@\d+"), Meaning("share", "probability that at least one of K responses is solved")),
 )

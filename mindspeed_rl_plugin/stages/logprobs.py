@@ -27,6 +27,7 @@ def specs(algorithm: Algorithm) -> list[StageSpec]:
             reads=("tokens", "loss_mask"),
             writes=(ColumnSpec(name, torch.float32, "token", ragged=True),),
             resource="trainer",
+            if_written=("routes",) if name == "logp_old" else (),
             flags=flags,
             build=TokenPass,
         )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
+from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.monitor.dump import DUMP_FIELDS
 from mindspeed_rl_plugin.stages import (
@@ -41,16 +42,17 @@ def stage_table(
     dump: bool = False,
     own: Sequence[StageSpec] = (),
     kind: ResponseKind = ONE_TURN,
+    routes: ColumnSpec | None = None,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether a grader is called with groups; dump:
     whether rollouts are written to files; own: a user's stages, which come after reward and before groups; kind: of
-    the responses. Raises ValueError for names that are in use."""
+    the responses; routes: column of the experts that the engine chose. Raises ValueError for names that are in use."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
     specs = [
         prompts.SPEC,
-        generate.spec(kind),
+        generate.spec(kind, routes),
         reward.spec(graders, by_group),
         *own,
         groups.SPEC,

@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Totals
-from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate
+from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, routes
 from mindspeed_rl_plugin.forward.pipeline import (
     data_iterators,
     device_of,
@@ -34,6 +34,7 @@ class MegatronStep:
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()  # per-token columns that the loss may read, in addition to the tokens
+    replays: ClassVar[bool] = False  # whether its tokens go to the experts of the column `routes`
 
     def __init__(
         self,
@@ -125,6 +126,8 @@ class MegatronStep:
         return rows
 
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
+        if not self.replays:
+            rows = Rows(rows.ids, {name: column for name, column in rows.columns.items() if name != "routes"})
         return collate(rows, self.settings, index=index, columns=[n for n in self.inputs if n in rows.columns])
 
     def _count(self, counts: Sequence[Tensor], multiplicity: Sequence[Tensor]) -> Totals:
@@ -150,10 +153,13 @@ class PolicyStep(MegatronStep):
     """The policy's step."""
 
     inputs = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
+    replays = True
 
     def metrics(self) -> dict[str, float]:
         """See `to_metrics`."""
         metrics = to_metrics(self._reduced(SUM_COUNT), self._totals)
+        if any(batch.routes is not None for batch in self._batches):
+            metrics |= routes.differences(self.settings.routed)
         return metrics if self.algorithm.needs_reference else {k: v for k, v in metrics.items() if k != "kl/ref"}
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mindspeed_rl_plugin.forward import layer_hooks, tree_kernels
+from mindspeed_rl_plugin.forward.carried import Carried
 from mindspeed_rl_plugin.forward.tree import Branches, plan_tree
 from mindspeed_rl_plugin.host.npu_ops import npu_fusion_attention
 from mindspeed_rl_plugin.rows import Ragged
@@ -37,7 +38,7 @@ def test_each_row_is_in_the_tree_and_sees_itself_alone(rows, multiple):
     if tree is None:
         assert len(prefixes) == sum(map(len, rows))
         return
-    branches = Branches.decoded(tree.branches.encoded())
+    branches = Carried.decoded(Carried(tree.branches).encoded()).branches
     total, ends = tree.tokens.shape[1], branches.keys.tolist()
     assert total % multiple == 0 and len(prefixes) <= total < len(prefixes) + 2 * multiple
     seen = {}
@@ -135,7 +136,7 @@ def test_attention_of_a_tree_is_that_of_each_row(monkeypatch, rows, kernel, grou
     expected = torch.autograd.grad(right.square().sum(), (query, key, value))
     for _ in range(2):
         layer_hooks.install(layer, KERNELS[kernel])
-        output = attention(query, key, value, branches.encoded())
+        output = attention(query, key, value, Carried(branches).encoded())
         torch.testing.assert_close(output, right, rtol=0, atol=1e-14)
         found = torch.autograd.grad(output.square().sum(), (query, key, value))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
@@ -161,6 +162,8 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 SELECTIVE = dict(recompute_granularity="selective", recompute_modules=["core_attn", "moe"])
 AUX = dict(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.05)
 BIAS = dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+GROUPS = dict(moe_router_num_groups=2, moe_router_group_topk=1)
+ROUTES = {"routes": True}
 SP = dict(sequence_parallel=True)
 # gloo sends in the background
 SENT = dict(overlap_p2p_comm=True, batch_p2p_comm=False, deallocate_pipeline_outputs=False)
@@ -179,8 +182,12 @@ ORDINARY = {
         "latent, experts": case("latent rope experts", **FULL),
         "experts, recomputed": case("experts", **AUX, **BIAS, **SELECTIVE),
         "bf16": case("latent yarn experts", **AUX) | {"dtype": "bfloat16"},
+        "routes": case("experts", **FULL) | ROUTES,
     },
-    2: {"TP": case("latent yarn experts", TP2, **SP, **AUX, **BIAS, **FULL)},
+    2: {
+        "TP": case("latent yarn experts", TP2, **SP, **AUX, **BIAS, **FULL),
+        "routes": case("latent rope experts", TP2, **SP, **AUX, **BIAS, **GROUPS, **FULL) | ROUTES,
+    },
 }
 SLOW = {
     1: {
@@ -192,6 +199,10 @@ SLOW = {
         "latent, yarn": case("latent yarn experts", **AUX, **FULL),
         "bf16": case("dense") | {"dtype": "bfloat16"},
         "fp32": case("experts", **AUX) | {"dtype": "float32"},
+        "routes, recomputed": case("experts", **BIAS, **SELECTIVE) | ROUTES,
+        "routes, before the softmax": case("latent rope experts", moe_router_pre_softmax=True, **GROUPS) | ROUTES,
+        "routes, losses": case("experts", **AUX, **BIAS, **FULL) | ROUTES,
+        "routes, scaled": case("experts", moe_router_topk_scaling_factor=2.5) | ROUTES,
     },
     2: {
         "PP": case("dense", PP2),
@@ -199,6 +210,9 @@ SLOW = {
         "TP": case("dense", TP2, **SP),
         "TP, experts": case("experts", TP2, **SP, **AUX, **BIAS),
         "EP": case("latent yarn experts", EP2, **AUX, **SELECTIVE),
+        "routes, PP": case("experts", PP2, **BIAS, **FULL) | ROUTES,
+        "routes, VPP": case("latent rope experts", VPP2, 2, **AUX, **SELECTIVE, **SENT) | ROUTES,
+        "routes, EP": case("experts", EP2, **AUX, **FULL) | ROUTES,
     },
 }
 

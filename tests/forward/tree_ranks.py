@@ -1,9 +1,10 @@
 """Run by test_tree.py under torchrun: a step of real Megatron on rows that share prefixes, as trees and otherwise.
 
 Argument: JSON `{case: {"kind": of the model, "config": Megatron's, "layout": sizes, "chunks": of the pipeline, and
-maybe "dtype", else float64}}`. Without trees each row runs alone, under Megatron's own attention and mask. If the
-router has a loss, which is that of a micro-batch, or in another dtype, rows are packed. Prints `CASE WORST
-NAME`: the largest difference of the loss, log-probs, gradients and counts, as a share of what it is a difference of.
+maybe "dtype", else float64, "routes": whether experts are given}}`. Without trees each row runs alone, under Megatron's
+own attention and mask. If the router has a loss, which is that of a micro-batch, or in another dtype, rows are packed.
+Prints `CASE WORST NAME`: the largest difference of the loss, log-probs, gradients and counts, as a share of what it is
+a difference of; with given experts also of gradients of routers and finite differences of the loss.
 """
 
 import functools
@@ -11,6 +12,7 @@ import inspect
 import json
 import sys
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,7 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-from mindspeed_rl_plugin.forward import ForwardSettings, collate  # noqa: E402
+from mindspeed_rl_plugin.forward import ForwardSettings, collate, routes  # noqa: E402
 from mindspeed_rl_plugin.forward.pipeline import compute_logps, data_iterators, head_of, run_model  # noqa: E402
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId  # noqa: E402
 
@@ -70,6 +72,34 @@ def micro_batches():
         columns = {name: Ragged.from_rows(column) for name, column in columns.items()}
         batches.append(Rows(tuple(SampleId(0, 0, i) for i in range(len(rows))), columns))
     return batches
+
+
+def with_routes(rows):
+    """Two of the four experts for each token but the last, in each layer: by the tokens up to this one."""
+    routes = []
+    for row in rows["tokens"].rows():
+        seeds = [list(row[: t + 1].numpy()) for t in range(len(row) - 1)]
+        chosen = [[np.random.default_rng([i, *s]).permutation(4)[:2] for i in range(LAYERS)] for s in seeds]
+        chosen = torch.tensor(np.array(chosen), dtype=torch.uint8).reshape(-1, LAYERS, 2)
+        routes.append(torch.cat([torch.zeros(1, LAYERS, 2, dtype=torch.uint8), chosen]))
+    return rows.with_columns(routes=Ragged.from_rows(routes))
+
+
+def gate_difference(model, batches, settings, step_size=1e-5):
+    """Of the slope of the loss along random changes of the routers, by its gradient and by finite differences."""
+    gates = {n: p for n, p in model[0].named_parameters() if n.endswith("router.weight")}
+    along = {
+        n: torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(8)) for n, p in gates.items()
+    }
+    found = step(model, batches, settings)
+    slope, losses = sum((found[f"0 {n}"] * along[n]).sum() for n in gates), []
+    for sign in (1, -2):
+        for name, weight in gates.items():
+            weight.data += sign * step_size * along[name]
+        losses.append(step(model, batches, settings)["loss"])
+    for name, weight in gates.items():
+        weight.data += step_size * along[name]
+    return float(((losses[0] - losses[1]) / (2 * step_size) - slope).abs() / slope.abs())
 
 
 def model_of(case):
@@ -146,8 +176,10 @@ def check(case):
     parallel_state.initialize_model_parallel(**layout)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     sizes = dict(temperature=0.8, chunk_tokens=7, max_tokens=200, multiple=layout.get("tensor_model_parallel_size", 1))
+    sizes |= dict(routed=(1, 2, 3, 4), experts=4)
     settings = functools.partial(ForwardSettings, 1, 128, VOCAB - 3, **sizes)
     model, batches = model_of(case), micro_batches()
+    batches = [with_routes(rows) for rows in batches] if "routes" in case else batches
     packed = "dtype" in case or model[0].config.moe_aux_loss_coeff
     alone = [rows.select([one]) for rows in batches for one in rows.ids]
     want = step(model, batches, settings(packed=True)) if packed else step(model, alone, settings())
@@ -159,6 +191,13 @@ def check(case):
     assert want.keys() == tree.keys()
     assert all(value.isfinite().all() for value in (*want.values(), *tree.values()))
     worst = {n: float((tree[n] - one).abs().max() / one.abs().max().clamp_min(1e-300)) for n, one in want.items()}
+    if "routes" in case:
+        assert sorted(routes.tallies) == sorted({*range(LAYERS)} & routes.tallies.keys()) != []
+        routes.tallies.clear()
+        if dist.get_world_size() == 1:
+            alone = step(model, [rows.select([one]) for rows in micro_batches() for one in rows.ids], settings())
+            assert (alone["logp"] - want["logp"]).abs().max() > 1e-3, "given experts are others"
+            assert gate_difference(model, batches, settings(packed=True, shared=True)) < 1e-6
     parallel_state.destroy_model_parallel()
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, max((value, name) for name, value in worst.items()))

@@ -14,6 +14,7 @@ from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig, RLConfig
 from mindspeed_rl_plugin.dock import ColumnSpec, StateSpec
 from mindspeed_rl_plugin.dock.factory import controller_rank
+from mindspeed_rl_plugin.loop.inputs import routes_of
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.tools.text_table import aligned
@@ -88,14 +89,14 @@ def packed_gib(
     return sum(size.values()), sum(by_state.values()), remote
 
 
-def rollout_bytes(config: RLConfig, algorithm: Algorithm, global_batch_size: int | None) -> float:
+def rollout_bytes(args: argparse.Namespace, config: RLConfig, algorithm: Algorithm) -> float:
     """Bytes of one rollout in the dock, with every sample at its maximum length; 0 for pairs, which are not counted."""
     rollout, members = config.rollout, config.rollout.samples_per_prompt
-    groups = rollout.rollout_prompts or (global_batch_size or 0) / members
+    groups = rollout.rollout_prompts or (args.global_batch_size or 0) / members
     if algorithm.from_pairs:
         return 0
     load = Load(groups, members, config.data.max_prompt_length, rollout.max_response_length)
-    table = stage_table(algorithm, 1)
+    table = stage_table(algorithm, 1, routes=routes_of(args, config))
     return GIB * packed_gib(load, 1, columns_of(table), states_of(table))[0]
 
 

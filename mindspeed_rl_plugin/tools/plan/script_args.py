@@ -118,7 +118,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         bucket_bytes=bucket_mb << 20 if bucket_mb >= 1 else PlannedRun.bucket_bytes,
         critic=algorithm is not None and algorithm.needs_critic,
         reference=algorithm and (algorithm.needs_reference or algorithm.from_pairs),
-        dock_bytes=rollout_bytes(config, algorithm, args.global_batch_size) if algorithm else 0,
+        dock_bytes=rollout_bytes(args, config, algorithm) if algorithm else 0,
         notes=tuple(notes),
         refused=(*refusals(args, RUN), *refused),
     )

@@ -1,0 +1,194 @@
+"""Router replay: tokens go to experts that are given, and not to those that the trainer's router would choose.
+
+The router's own code runs, and only its choice is replaced: the result of `torch.topk` over all experts. So scores of
+the chosen experts, their gradients, auxiliary losses and counts are those of a router that had chosen so, in each
+version of Megatron, MindSpeed and MindSpeed-LLM. The first call of each router proves that this is true for its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mindspeed_rl_plugin.forward.tree import PrefixTree
+from mindspeed_rl_plugin.ranks import gather_all
+
+CONTROLS = ("the token before", "the next layer", "other tokens")
+LEAST = 0.8  # smallest share of a layer's routes that must be those that the trainer's router would choose
+SKEWED = 0.9  # a control that agrees more proves nothing: most tokens choose the same experts
+TALLIED = ("slots", "doubled", "equal", *CONTROLS)
+
+tallies: dict[int, Tensor] = {}  # number of a layer with experts -> `[TALLIED]` float64, until `taken`
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Experts of the N tokens of a micro-batch in the model's order: position by position, each of all rows."""
+
+    ids: Tensor  # `[layers with experts, N, K]` uint8 or int16
+    given: Tensor  # `[N]` bool; False: the router chooses itself, for padding and the last token of each row
+    rows: int  # number of rows between a token and the one before it
+
+    @classmethod
+    def laid_out(cls, ids: Tensor, given: Tensor, tree: PrefixTree | None = None) -> Routes:
+        """From `[mb, S, layers, K]` and `[mb, S]`, by position. tree: of these positions; of several rows with a token,
+        the last one that has routes decides."""
+        rows, _, layers, k = ids.shape
+        ids, given = ids.permute(2, 1, 0, 3).reshape(layers, -1, k), given.T.reshape(-1)
+        if tree is None:
+            return cls(ids, given, rows)
+        real, last = given.nonzero()[:, 0], torch.full((tree.tokens.shape[1],), -1)
+        last.scatter_reduce_(0, tree.at[real], real, "amax")
+        return cls(ids[:, last.clamp(min=0)], last >= 0, rows)
+
+
+class Choice(TorchFunctionMode):
+    """Within the context, a router chooses these experts. ids: `[N, K]` int64, given: `[N]` bool, of all tensor
+    parallel ranks; without them it chooses its own, which `own` records. experts: number of them."""
+
+    own: Tensor | None = None  # `[n, K]` that the router would have chosen, of those tokens that it saw
+    ids: Tensor | None = None  # `[n, K]` that were given to these tokens
+    given: Tensor | None = None  # `[n]`
+
+    def __init__(self, experts: int, topk: int, ids: Tensor | None = None, given: Tensor | None = None) -> None:
+        super().__init__()
+        self._experts, self._topk, self._all, self._unmasked = experts, topk, (ids, given), None
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.masked_fill, torch.masked_fill) and args[0].shape[-1:] == (self._experts,):
+            self._unmasked = args[0]  # also of experts outside of the groups from which this router would choose
+        if func not in (torch.topk, torch.Tensor.topk) or not self._chooses(*args, **kwargs):
+            return func(*args, **kwargs)
+        # Core 0.19 sorts only if gradients are computed; the sum of weights depends on the order.
+        result = func(*args, **kwargs | {"sorted": True})
+        scores, self._unmasked = args[0] if self._unmasked is None else self._unmasked, None
+        if self.own is None:  # further calls are those of auxiliary losses
+            self.own = result[1]
+            self.ids, self.given = (None if t is None else _of_rank(t, len(scores)) for t in self._all)
+        if self.ids is None:
+            return result
+        ids = torch.where(self.given[:, None], self.ids, result[1])
+        ids = ids.gather(1, scores.detach().gather(1, ids).topk(self._topk).indices)
+        return torch.return_types.topk((scores.gather(1, ids), ids))
+
+    def _chooses(self, scores: Tensor, k: int, dim: int = -1, *more: Any, **named: Any) -> bool:
+        return scores.dim() == 2 and scores.shape[1] == self._experts and k == self._topk and dim in (1, -1)
+
+
+def replay(
+    router: torch.nn.Module,
+    layer: int,
+    routing: Callable[..., tuple],
+    logits: Tensor,
+    *more: Any,
+    routes: Routes,
+    at: Tensor | None,
+    **named: Any,
+) -> tuple[Tensor, ...]:
+    """What `routing` returns for logits `[n, 1, experts]`, or `[S, mb, experts]`, with the given experts.
+
+    layer: number of the layer among those with experts. at: tokens whose logits these are, on all tensor parallel ranks
+    together; None: all N. Raises ValueError for a router whose choice cannot be replaced.
+    """
+    ids, given = (routes.ids, routes.given) if at is None else (routes.ids[:, at], routes.given[at])
+    sizes = router.config.num_moe_experts, router.topk
+    choice = Choice(*sizes, ids[layer].long(), given)
+    if "_rl_replays" not in vars(router):
+        with torch.no_grad():
+            _prove(lambda: routing(logits, *more, **named), sizes, f"of layer {router.layer_number}")
+        vars(router)["_rl_replays"] = True
+    with choice:
+        result = routing(logits, *more, **named)
+    _tally(layer, choice, ids[(layer + 1) % len(ids)], routes.rows)
+    return result
+
+
+def _prove(run: Callable[[], tuple], sizes: tuple[int, int], where: str) -> None:
+    """Raise ValueError unless the router, given its own choice, returns the same to the bit, and given other experts
+    sends its tokens to these."""
+    original, own = run(), Choice(*sizes)
+    with own:
+        ordered = run()
+    fix = "remove --rl-router-replay, and report this router"
+    if own.own is None:
+        raise ValueError(f"--rl-router-replay: the router {where} chooses experts without torch.topk; {fix}")
+    every = own.own.new_ones(len(own.own), dtype=torch.bool)
+    for ids in (own.own, own.own.roll(1, 0)):
+        with Choice(*sizes, ids, every):
+            scores, chosen = run()
+        wanted = torch.zeros(len(ids), sizes[0], dtype=torch.bool, device=ids.device).scatter_(1, ids, True)
+        same = torch.equal(chosen, _of_rank(wanted, len(chosen)))
+        if ids is own.own:
+            same = same and all(torch.equal(a, b) for a, b in zip((scores, chosen), ordered, strict=True))
+            same = same and torch.equal(original[1], chosen)
+        if not same:
+            what = "its own choice as another" if ids is own.own else "other experts than those that it was given"
+            raise ValueError(f"--rl-router-replay: the router {where} takes {what}; {fix}")
+
+
+def _of_rank(values: Tensor, count: int) -> Tensor:
+    """The `count` rows that this tensor parallel rank has of `values`, which are those of all of them or its own."""
+    if len(values) == count:
+        return values
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    assert len(values) == count * size, f"{len(values)} tokens have routes, a router has {count} on one of {size} ranks"
+    return values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+
+
+@torch.no_grad()
+def _tally(layer: int, choice: Choice, of_next: Tensor, rows: int) -> None:
+    own, ids, given = choice.own, choice.ids, choice.given
+    controls = ids.roll(rows, 0), _of_rank(of_next.to(ids), len(ids)), ids.roll(len(ids) // 2, 0)
+    equal = [(own[:, :, None] == other[:, None, :]).any(2) for other in (ids, *controls)]
+    ordered = ids.sort(1).values
+    doubled = (ordered[:, 1:] == ordered[:, :-1]).any(1, keepdim=True)
+    counts = torch.stack([(each & given[:, None]).sum() for each in (torch.ones_like(equal[0]), doubled, *equal)])
+    tallies[layer] = tallies.get(layer, 0) + counts.cpu()
+
+
+def differences(numbers: tuple[int, ...]) -> dict[str, float]:
+    """Metrics of all passes of the job since the last call. numbers: of the layers with experts in Megatron.
+
+    The first call checks that routes are those of the tokens to which they were given: in each layer they agree with
+    the trainer's own choice in at least LEAST of the slots, and more than routes of other tokens or layers do, by at
+    least half of what these lack. Raises ValueError if not. Collective.
+    """
+    total, here = torch.zeros(len(numbers), len(TALLIED), dtype=torch.int64), dict(tallies)
+    tallies.clear()
+    for part in gather_all({layer: counts.tolist() for layer, counts in here.items()}):
+        for layer, counts in part.items():
+            total[layer] += torch.tensor(counts)
+    if not _checked:
+        for number, counts in zip(numbers, total.tolist(), strict=True):
+            _check(f"--rl-router-replay: routes of layer {number}", *counts)
+        _checked.append(True)
+    slots, equal = total[:, 0], total[:, 2]
+    by_layer = (1 - equal / slots.clamp(min=1)).tolist()
+    whole = float(1 - equal.sum() / slots.sum().clamp(min=1))
+    return {"router/differ": whole} | {f"router/differ/{n}": d for n, d in zip(numbers, by_layer, strict=True)}
+
+
+_checked: list[bool] = []  # not empty: routes of this job were checked
+
+
+def _check(where: str, slots: int, doubled: int, equal: int, *controls: int) -> None:
+    """Raise ValueError for routes of one layer, by its counts as in TALLIED."""
+    fix = "this version of the engine may record them wrongly; install another, or remove --rl-router-replay"
+    if not slots:
+        raise ValueError(f"{where} are missing; {fix}")
+    if doubled:
+        raise ValueError(f"{where} name an expert twice for {doubled} tokens; {fix}")
+    least = max([LEAST, *((1 + c / slots) / 2 for c in controls if c / slots < SKEWED)])
+    if equal / slots < least:
+        shares = ", ".join(f"those of {name} in {c / slots:.3f}" for name, c in zip(CONTROLS, controls, strict=True))
+        raise ValueError(
+            f"{where} agree with the trainer's own choice in {equal / slots:.3f} of {slots} slots ({shares}), but must "
+            f"in at least {least:.3f}; {fix}"
+        )
