@@ -164,9 +164,10 @@ class ForwardConfig:
     )
     router_replay: str | None = flag(
         None,
-        "log-probs and update send each token to the experts that were chosen before. rollout: by the engine, when it "
-        "sampled or read the token (default: routers choose anew in each pass)",
-        choices=("rollout",),
+        "send each token to experts that were chosen before. rollout: those of the engine, in the passes of old "
+        "log-probs and the update; old: those of the pass of old log-probs, in the update (default: routers choose "
+        "anew in each pass)",
+        choices=("rollout", "old"),
     )
     logprob_chunk_tokens: int | None = flag(
         None,

@@ -125,14 +125,14 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
 
 
 def to_rows(values: Tensor, lengths: Tensor, *, packed: bool = False) -> Ragged:
-    """Inverse of the shift: `[mb, S]` by logit position -> ragged `[L]` aligned with the tokens; entry 0 is 0.0.
+    """Inverse of the shift: `[mb, S, *]` by logit position -> ragged `[L, *]` aligned with the tokens; entry 0 is 0.0.
 
-    packed: values are `[1, S]`, all rows one after the other.
+    packed: values are `[1, S, *]`, all rows one after the other.
     """
     split = values[0, : int(lengths.sum())].split(lengths.tolist()) if packed else values
     rows = []
     for row, length in zip(split, lengths.tolist(), strict=True):
-        rows.append(torch.cat([row.new_zeros(min(length, 1)), row[: max(length - 1, 0)]]))
+        rows.append(torch.cat([row.new_zeros(min(length, 1), *row.shape[1:]), row[: max(length - 1, 0)]]))
     return Ragged.from_rows(rows, dtype=values.dtype)
 
 

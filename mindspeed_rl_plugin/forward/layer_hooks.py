@@ -145,6 +145,8 @@ def _routing(
     if carried.routes is not None and layer is not None:
         at = None if whole else branches.at
         routing = functools.partial(routes.replay, router, layer, routing, routes=carried.routes, at=at)
+    elif routes.records and layer is not None:
+        routing = functools.partial(routes.record, router, layer, routing)
     if whole:
         return routing(logits, *more, **named)
     parts, at, first = int(branches.queries[-1]) // len(logits), branches.at, branches.first

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from mindspeed_rl_plugin.forward import routes
 from mindspeed_rl_plugin.forward.call import call_model, swapped
 from mindspeed_rl_plugin.forward.collate import MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_rank
@@ -141,6 +143,7 @@ def run_forward_only(
 
     def forward_step(data_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(data_iterator).to(device)
+        routes.batch_index[0] = batch.index
         output = run_model(chunk, batch, settings if scored else None)
         if folded:
             _free(unwrap(chunk).decoder.input_tensor)
@@ -185,6 +188,30 @@ def compute_logps(model: Model, micro_batches: Sequence[Rows], settings: Forward
 
     with gathered(model):
         return run_forward_only(model, batches, settings, collect, scored=True)
+
+
+def compute_routed_logps(
+    model: Model, micro_batches: Sequence[Rows], settings: ForwardSettings
+) -> tuple[list[Ragged], list[Ragged]] | None:
+    """As `compute_logps`, and for each micro-batch a ragged column `[L, layers with experts, K]` of the experts that
+    each token chose: entry t + 1 has those of token t, entry 0 is 0."""
+    with routes.recording() as chosen:
+        logps = compute_logps(model, micro_batches, settings)
+    group, own = parallel_state.get_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank() == 0
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, chosen if own else {}, group=group)
+    if logps is None:
+        return None
+    found, columns = dict(item for of_rank in every for item in of_rank.items()), []
+    for i, rows in enumerate(micro_batches):
+        batch, layers = collate(rows, settings, index=i), range(len(settings.routed))
+        values = torch.stack([found[i, layer] for layer in layers], 1)
+        if batch.tree is not None and len(values) == batch.tree.tokens.numel():
+            values = values[batch.tree.at]
+        values = values.to(torch.uint8 if settings.experts <= 256 else torch.int16)
+        values = values.unflatten(0, batch.tokens.T.shape).transpose(0, 1)
+        columns.append(to_rows(values, batch.lengths, packed=settings.packed))
+    return logps, columns
 
 
 def _free(tensor: Tensor | None) -> None:

@@ -7,12 +7,13 @@ version of Megatron, MindSpeed and MindSpeed-LLM. The first call of each router 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -22,8 +23,11 @@ from mindspeed_rl_plugin.ranks import gather_all
 CONTROLS = ("the token before", "the next layer", "other tokens")
 LEAST = 0.8  # smallest share of a layer's routes that must be those that the trainer's router would choose
 SKEWED = 0.9  # a control that agrees more proves nothing: most tokens choose the same experts
+FIX = "remove --rl-router-replay, and report this router"
 TALLIED = ("slots", "doubled", "equal", *CONTROLS)
 
+records: list[dict[tuple[int, int], Tensor]] = []  # of the pass that records, if any
+batch_index = [0]  # of the micro-batch that the pass runs now
 tallies: dict[int, Tensor] = {}  # number of a layer with experts -> `[TALLIED]` float64, until `taken`
 
 
@@ -102,7 +106,7 @@ def replay(
     choice = Choice(*sizes, ids[layer].long(), given)
     if "_rl_replays" not in vars(router):
         with torch.no_grad():
-            _prove(lambda: routing(logits, *more, **named), sizes, f"of layer {router.layer_number}")
+            _prove(router, lambda: routing(logits, *more, **named), sizes)
         vars(router)["_rl_replays"] = True
     with choice:
         result = routing(logits, *more, **named)
@@ -110,15 +114,44 @@ def replay(
     return result
 
 
-def _prove(run: Callable[[], tuple], sizes: tuple[int, int], where: str) -> None:
+@contextlib.contextmanager
+def recording() -> Iterator[dict[tuple[int, int], Tensor]]:
+    """Records what routers choose within the context, in a pass without gradients: (number of the micro-batch, of the
+    layer) -> `[N, K]`; in trees with losses of routers, of all packed positions."""
+    records.append({})
+    try:
+        yield records[-1]
+    finally:
+        records.clear()
+
+
+def record(
+    router: torch.nn.Module, layer: int, routing: Callable[..., tuple], logits: Tensor, *more: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    """What `routing` returns; its choice is recorded, of the tokens of all tensor parallel ranks."""
+    choice = Choice(router.config.num_moe_experts, router.topk)
+    with choice:
+        result = routing(logits, *more, **named)
+    if (own := choice.own) is None:
+        raise ValueError(_no_topk(router))
+    if router.config.sequence_parallel and len(own) * logits.shape[-1] == logits.numel():  # it has not gathered them
+        own = tensor_parallel.gather_from_sequence_parallel_region(own)
+    records[-1][batch_index[0], layer] = own.to("cpu", torch.int16)
+    return result
+
+
+def _no_topk(router: torch.nn.Module) -> str:
+    return f"--rl-router-replay: the router of layer {router.layer_number} chooses without torch.topk; {FIX}"
+
+
+def _prove(router: torch.nn.Module, run: Callable[[], tuple], sizes: tuple[int, int]) -> None:
     """Raise ValueError unless the router, given its own choice, returns the same to the bit, and given other experts
     sends its tokens to these."""
     original, own = run(), Choice(*sizes)
     with own:
         ordered = run()
-    fix = "remove --rl-router-replay, and report this router"
     if own.own is None:
-        raise ValueError(f"--rl-router-replay: the router {where} chooses experts without torch.topk; {fix}")
+        raise ValueError(_no_topk(router))
     every = own.own.new_ones(len(own.own), dtype=torch.bool)
     for ids in (own.own, own.own.roll(1, 0)):
         with Choice(*sizes, ids, every):
@@ -130,7 +163,7 @@ def _prove(run: Callable[[], tuple], sizes: tuple[int, int], where: str) -> None
             same = same and torch.equal(original[1], chosen)
         if not same:
             what = "its own choice as another" if ids is own.own else "other experts than those that it was given"
-            raise ValueError(f"--rl-router-replay: the router {where} takes {what}; {fix}")
+            raise ValueError(f"--rl-router-replay: the router of layer {router.layer_number} takes {what}; {FIX}")
 
 
 def _of_rank(values: Tensor, count: int) -> Tensor:

@@ -33,7 +33,7 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         eos_token_ids=inputs.end_tokens,
         graph_sizes=rollout.graph_sizes,
         request_seeds=rollout.request_seeds,
-        record_routes=inputs.config.forward.router_replay is not None,
+        record_routes=inputs.config.forward.router_replay == "rollout",
         deadline=inputs.config.monitor.wait_timeout,
         trust_remote_code=data.trust_remote_code,
         tokenizer=inputs.tokenizer_path if needs_tokenizer(rollout.stop) else None,

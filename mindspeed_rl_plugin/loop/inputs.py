@@ -89,7 +89,7 @@ class Inputs:
         graders, own = self.graders, [spec for spec, _ in self.own_stages]
         rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
         dump, routes = self.config.monitor.dump_dir is not None, routes_of(self.args, self.config)
-        return stage_table(self.algorithm, **rewards, dump=dump, own=own, kind=self.responses, routes=routes)
+        return stage_table(self.algorithm, **rewards, dump=dump, own=own, kind=self.responses, **routes)
 
     @property
     def dynamic_rounds(self) -> int:
@@ -117,8 +117,10 @@ class Inputs:
         return self.args.seed if seed is None else seed
 
 
-def routes_of(args: argparse.Namespace, config: RLConfig) -> ColumnSpec | None:
-    """The column with the experts that the engine chose; None if the job does not replay them."""
+def routes_of(args: argparse.Namespace, config: RLConfig) -> dict[str, ColumnSpec]:
+    """The column of experts that a stage chooses for later ones, by the name of the stage's parameter of `stage_table`;
+    empty if the job replays none."""
     if config.forward.router_replay is None:
-        return None
-    return routes_column(len(expert_layers(args)), args.moe_router_topk, args.num_experts)
+        return {}
+    column = routes_column(len(expert_layers(args)), args.moe_router_topk, args.num_experts)
+    return {"sampled_routes" if config.forward.router_replay == "rollout" else "old_routes": column}

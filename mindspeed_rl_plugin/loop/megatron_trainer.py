@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from mindspeed_rl_plugin.forward import ForwardSettings
-from mindspeed_rl_plugin.forward.pipeline import compute_logps
+from mindspeed_rl_plugin.forward.pipeline import compute_logps, compute_routed_logps
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.stages.update import Stepped, TrainStep, take_step
@@ -44,6 +44,9 @@ class MegatronTrainer:
 
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         return compute_logps(self.model, micro_batches, self.settings)
+
+    def forward_routed(self, micro_batches: Sequence[Rows]) -> tuple[list[Ragged], list[Ragged]] | None:
+        return compute_routed_logps(self.model, micro_batches, self.settings)
 
     def step(self, micro_batches: Sequence[Rows], call: TrainStep, *, version: int) -> Stepped:
         return take_step(self.policy, micro_batches, call, version=version)

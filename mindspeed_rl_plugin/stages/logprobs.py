@@ -10,12 +10,13 @@ import torch
 
 from mindspeed_rl_plugin.algorithms import Algorithm
 from mindspeed_rl_plugin.dock import ColumnSpec
-from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, joined
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 
 
-def specs(algorithm: Algorithm) -> list[StageSpec]:
-    """The passes that an algorithm needs."""
+def specs(algorithm: Algorithm, routes: ColumnSpec | None = None) -> list[StageSpec]:
+    """The passes that an algorithm needs. routes: the column of experts that the pass of old log-probs writes, too."""
+    chosen = {} if routes is None else {"logp_old": (routes,)}
     needed = {
         "logp_old": (algorithm.old_logps, ()),
         "logp_ref": (algorithm.needs_reference, ("--rl-kl-loss-coef", "--rl-kl-reward-coef")),
@@ -25,7 +26,7 @@ def specs(algorithm: Algorithm) -> list[StageSpec]:
         StageSpec(
             name,
             reads=("tokens", "loss_mask"),
-            writes=(ColumnSpec(name, torch.float32, "token", ragged=True),),
+            writes=(ColumnSpec(name, torch.float32, "token", ragged=True), *chosen.get(name, ())),
             resource="trainer",
             if_written=("routes",) if name == "logp_old" else (),
             flags=flags,
@@ -45,17 +46,19 @@ class TokenPass(Stage):
 
     def compute(self, rows: Rows, batches: Sequence[Sequence[SampleId]]) -> Rows | None:
         """The column for the rows of these micro-batches. Collective over the model parallel ranks."""
-        parts = self._forward([rows.select(ids) for ids in batches])
+        found = self._forward([rows.select(ids) for ids in batches])
         if not self.context.writer:
             return None
-        return Rows(rows.ids, {self.spec.name: Ragged.from_rows([row for part in parts for row in part.rows()])})
+        columns = found if isinstance(found, tuple) else (found,)
+        return Rows(rows.ids, {name: joined(parts) for name, parts in zip(self.spec.written, columns, strict=True)})
 
-    def _forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
-        """A ragged column for each micro-batch; None on ranks without the end of the model."""
+    def _forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | tuple[list[Ragged], list[Ragged]] | None:
+        """A ragged column for each micro-batch, or two with their routes; None on ranks without the end of the model."""
         context = self.context
         if self.spec.name == "values":
             return context.critic.values(micro_batches, context.forward)
         if self.spec.name == "logp_old":
-            return context.trainer.forward(micro_batches)
+            trainer = context.trainer
+            return (trainer.forward_routed if "routes" in self.spec.written else trainer.forward)(micro_batches)
         with context.reference.swapped_into(context.model):
             return context.trainer.forward(micro_batches)

@@ -42,21 +42,23 @@ def stage_table(
     dump: bool = False,
     own: Sequence[StageSpec] = (),
     kind: ResponseKind = ONE_TURN,
-    routes: ColumnSpec | None = None,
+    sampled_routes: ColumnSpec | None = None,
+    old_routes: ColumnSpec | None = None,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether a grader is called with groups; dump:
     whether rollouts are written to files; own: a user's stages, which come after reward and before groups; kind: of
-    the responses; routes: column of the experts that the engine chose. Raises ValueError for names that are in use."""
+    the responses; sampled_routes, old_routes: column
+    of experts that the engine, or the pass of old log-probs, chooses for the passes after it. Raises ValueError for names that are in use."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
     specs = [
         prompts.SPEC,
-        generate.spec(kind, routes),
+        generate.spec(kind, sampled_routes),
         reward.spec(graders, by_group),
         *own,
         groups.SPEC,
-        *logprobs.specs(algorithm),
+        *logprobs.specs(algorithm, old_routes),
         select.spec(algorithm),
         advantages.spec(algorithm, kind),
         measure.spec(algorithm, dump, added, kind),

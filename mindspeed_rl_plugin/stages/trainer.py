@@ -36,6 +36,9 @@ class Trainer(Protocol):
         `loss_mask`) of this data parallel rank a ragged column `[L]` float32, 0.0 at mask 0; None on a rank without
         logits. The arithmetic is that of `step`, so that the first ratio is exactly 1."""
 
+    def forward_routed(self, micro_batches: Sequence[Rows]) -> tuple[list[Ragged], list[Ragged]] | None:
+        """As `forward`, and a ragged column with the experts of each token, see `generate.routes_column`."""
+
     def step(self, micro_batches: Sequence[Rows], call: Any, *, version: int) -> tuple[tuple, Mapping[str, float]]:
         """One optimizer step on this data parallel rank's micro-batches, with the columns that the stage `update`
         reads. call: arguments that the trainer's own loop gave for this step; version: of the weights of `logp_old`.
