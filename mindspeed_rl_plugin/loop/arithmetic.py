@@ -186,8 +186,8 @@ def _near(prompts: int, members: int, global_batch: int) -> str:
 
 def reads_old_logps(config: RLConfig, algorithm: Algorithm) -> bool:
     """Whether old log-probs need their own pass even if a rollout has one optimizer step: a KL reward or a dump reads
-    them, or --rl-old-logprobs pass or --rl-router-replay old is given. Else the update's forward pass gives them, even for rows that older weights
-    sampled."""
+    them, or --rl-old-logprobs pass or --rl-router-replay old is given. Else the update's forward pass gives them, even
+    for rows that older weights sampled."""
     dumped, forward = config.monitor.dump_dir is not None, config.forward
     asked = forward.old_logprobs != "auto" or forward.router_replay == "old"
     return asked or algorithm.kl_reward_coef != 0 or dumped

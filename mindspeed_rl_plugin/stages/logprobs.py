@@ -53,7 +53,7 @@ class TokenPass(Stage):
         return Rows(rows.ids, {name: joined(parts) for name, parts in zip(self.spec.written, columns, strict=True)})
 
     def _forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | tuple[list[Ragged], list[Ragged]] | None:
-        """A ragged column for each micro-batch, or two with their routes; None on ranks without the end of the model."""
+        """A ragged column for each micro-batch, or two with routes; None on ranks without the end of the model."""
         context = self.context
         if self.spec.name == "values":
             return context.critic.values(micro_batches, context.forward)

@@ -47,8 +47,8 @@ def stage_table(
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether a grader is called with groups; dump:
     whether rollouts are written to files; own: a user's stages, which come after reward and before groups; kind: of
-    the responses; sampled_routes, old_routes: column
-    of experts that the engine, or the pass of old log-probs, chooses for the passes after it. Raises ValueError for names that are in use."""
+    the responses; sampled_routes, old_routes: column of the experts that the engine, or the pass of old log-probs,
+    chooses for later passes. Raises ValueError for names that are in use."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
