@@ -26,7 +26,7 @@ class Carried:
     def encoded(self) -> Tensor:
         """`[bytes]` uint8."""
         branches = [] if self.branches is None else [getattr(self.branches, f.name) for f in _FIELDS]
-        routes = [] if self.routes is None else [self.routes.ids, self.routes.given]
+        routes = [] if self.routes is None else [self.routes.ids, self.routes.part]
         rows = 0 if self.routes is None else self.routes.rows
         parts = [torch.tensor([self.causal, len(branches), rows]), *branches, *routes]
         head = [(_DTYPES.index(part.dtype), part.dim(), *part.shape) for part in parts]
@@ -53,7 +53,7 @@ class Carried:
         branches = None if self.branches is None else self.branches.to(device)
         routes = self.routes
         if routes is not None:
-            routes = dataclasses.replace(routes, ids=routes.ids.to(device), given=routes.given.to(device))
+            routes = dataclasses.replace(routes, ids=routes.ids.to(device), part=routes.part.to(device))
         return dataclasses.replace(self, branches=branches, routes=routes)
 
 

@@ -104,9 +104,8 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     routes = None
     if "routes" in rows.columns:
         _check_routes(rows["routes"], settings)
-        every = Ragged(torch.ones(total, dtype=torch.bool), tokens.offsets)
-        ids, given = (laid_out(_shifted(c, tokens, "routes")) for c in (rows["routes"], every))
-        routes = Routes.laid_out(ids, given, tree)
+        ids, parts = laid_out(_shifted(rows["routes"], tokens, "routes")), laid_out(_parts(rows))
+        routes = Routes.laid_out(ids, parts, tree)
     return MicroBatch(
         index=index,
         tokens=laid_out(tokens).long(),
@@ -149,6 +148,20 @@ def _check_routes(routes: Ragged, settings: ForwardSettings) -> None:
             f"routes name {layers} layers and experts up to {most}, the model has {len(settings.routed)} layers with "
             f"experts 0 to {settings.experts - 1}; give logical ids, in the order of the layers"
         )
+
+
+def _parts(rows: Rows) -> Ragged:
+    """`[L]` uint8 for each token that a model reads: 1 in the first part of a response, 2 at the token that an
+    interruption left unread, 3 after it; 0 for the last token, which none reads."""
+    tokens = rows["tokens"]
+    parts = [torch.ones(n, dtype=torch.uint8) for n in tokens.lengths.tolist()]
+    for i, part in enumerate(parts):
+        starts = rows["segments"].row(i)[1:, 0].tolist() if "segments" in rows.columns else []
+        for start in starts:
+            part[start:] = 3
+        part[[start - 1 for start in starts]] = 2
+        part[-1:] = 0
+    return Ragged.from_rows(parts, torch.uint8)
 
 
 def _shifted(column: Ragged, tokens: Ragged, name: str) -> Ragged:

@@ -21,6 +21,9 @@ from mindspeed_rl_plugin.forward.tree import PrefixTree
 from mindspeed_rl_plugin.ranks import gather_all
 
 CONTROLS = ("the token before", "the next layer", "other tokens")
+# Tokens that the engine read: before an interruption of the response, the one that it left unread, and after it.
+PARTS = ("in the first parts of responses", "of the first token after an interruption", "after an interruption")
+CHECKED = 100  # least number of slots of a layer
 LEAST = 0.8  # smallest share of a layer's routes that must be those that the trainer's router would choose
 SKEWED = 0.9  # a control that agrees more proves nothing: most tokens choose the same experts
 FIX = "remove --rl-router-replay, and report this router"
@@ -28,7 +31,9 @@ TALLIED = ("slots", "doubled", "equal", *CONTROLS)
 
 records: list[dict[tuple[int, int], Tensor]] = []  # of the pass that records, if any
 batch_index = [0]  # of the micro-batch that the pass runs now
-tallies: dict[int, Tensor] = {}  # number of a layer with experts -> `[TALLIED]` float64, until `taken`
+# number of a layer with experts -> `[PARTS, TALLIED]` int64, since `differences` took them
+tallies: dict[int, Tensor] = {}
+unchecked: dict[str, Tensor | int] = dict.fromkeys(PARTS, 0)  # their sum of each of PARTS that was not checked yet
 
 
 @dataclass(frozen=True)
@@ -36,33 +41,33 @@ class Routes:
     """Experts of the N tokens of a micro-batch in the model's order: position by position, each of all rows."""
 
     ids: Tensor  # `[layers with experts, N, K]` uint8 or int16
-    given: Tensor  # `[N]` bool; False: the router chooses itself, for padding and the last token of each row
+    part: Tensor  # `[N]` uint8, in PARTS from 1; 0: the router chooses itself, for padding and last tokens of rows
     rows: int  # number of rows between a token and the one before it
 
     @classmethod
-    def laid_out(cls, ids: Tensor, given: Tensor, tree: PrefixTree | None = None) -> Routes:
+    def laid_out(cls, ids: Tensor, part: Tensor, tree: PrefixTree | None = None) -> Routes:
         """From `[mb, S, layers, K]` and `[mb, S]`, by position. tree: of these positions; of several rows with a token,
         the last one that has routes decides."""
         rows, _, layers, k = ids.shape
-        ids, given = ids.permute(2, 1, 0, 3).reshape(layers, -1, k), given.T.reshape(-1)
+        ids, part = ids.permute(2, 1, 0, 3).reshape(layers, -1, k), part.T.reshape(-1)
         if tree is None:
-            return cls(ids, given, rows)
-        real, last = given.nonzero()[:, 0], torch.full((tree.tokens.shape[1],), -1)
-        last.scatter_reduce_(0, tree.at[real], real, "amax")
-        return cls(ids[:, last.clamp(min=0)], last >= 0, rows)
+            return cls(ids, part, rows)
+        read, last = part.nonzero()[:, 0], torch.full((tree.tokens.shape[1],), -1)
+        last.scatter_reduce_(0, tree.at[read], read, "amax")
+        return cls(ids[:, last.clamp(min=0)], torch.where(last < 0, 0, part[last]), rows)
 
 
 class Choice(TorchFunctionMode):
-    """Within the context, a router chooses these experts. ids: `[N, K]` int64, given: `[N]` bool, of all tensor
+    """Within the context, a router chooses these experts. ids: `[N, K]` int64, part: as in `Routes`, of all tensor
     parallel ranks; without them it chooses its own, which `own` records. experts: number of them."""
 
     own: Tensor | None = None  # `[n, K]` that the router would have chosen, of those tokens that it saw
     ids: Tensor | None = None  # `[n, K]` that were given to these tokens
-    given: Tensor | None = None  # `[n]`
+    part: Tensor | None = None  # `[n]`
 
-    def __init__(self, experts: int, topk: int, ids: Tensor | None = None, given: Tensor | None = None) -> None:
+    def __init__(self, experts: int, topk: int, ids: Tensor | None = None, part: Tensor | None = None) -> None:
         super().__init__()
-        self._experts, self._topk, self._all, self._unmasked = experts, topk, (ids, given), None
+        self._experts, self._topk, self._all, self._unmasked = experts, topk, (ids, part), None
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -75,10 +80,10 @@ class Choice(TorchFunctionMode):
         scores, self._unmasked = args[0] if self._unmasked is None else self._unmasked, None
         if self.own is None:  # further calls are those of auxiliary losses
             self.own = result[1]
-            self.ids, self.given = (None if t is None else _of_rank(t, len(scores)) for t in self._all)
+            self.ids, self.part = (None if t is None else _of_rank(t, len(scores)) for t in self._all)
         if self.ids is None:
             return result
-        ids = torch.where(self.given[:, None], self.ids, result[1])
+        ids = torch.where(self.part[:, None] > 0, self.ids, result[1])
         ids = ids.gather(1, scores.detach().gather(1, ids).topk(self._topk).indices)
         return torch.return_types.topk((scores.gather(1, ids), ids))
 
@@ -101,9 +106,9 @@ def replay(
     layer: number of the layer among those with experts. at: tokens whose logits these are, on all tensor parallel ranks
     together; None: all N. Raises ValueError for a router whose choice cannot be replaced.
     """
-    ids, given = (routes.ids, routes.given) if at is None else (routes.ids[:, at], routes.given[at])
+    ids, part = (routes.ids, routes.part) if at is None else (routes.ids[:, at], routes.part[at])
     sizes = router.config.num_moe_experts, router.topk
-    choice = Choice(*sizes, ids[layer].long(), given)
+    choice = Choice(*sizes, ids[layer].long(), part)
     if "_rl_replays" not in vars(router):
         with torch.no_grad():
             _prove(router, lambda: routing(logits, *more, **named), sizes)
@@ -152,7 +157,7 @@ def _prove(router: torch.nn.Module, run: Callable[[], tuple], sizes: tuple[int, 
         ordered = run()
     if own.own is None:
         raise ValueError(_no_topk(router))
-    every = own.own.new_ones(len(own.own), dtype=torch.bool)
+    every = own.own.new_ones(len(own.own))
     for ids in (own.own, own.own.roll(1, 0)):
         with Choice(*sizes, ids, every):
             scores, chosen = run()
@@ -177,45 +182,45 @@ def _of_rank(values: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def _tally(layer: int, choice: Choice, of_next: Tensor, rows: int) -> None:
-    own, ids, given = choice.own, choice.ids, choice.given
+    own, ids = choice.own, choice.ids
     controls = ids.roll(rows, 0), _of_rank(of_next.to(ids), len(ids)), ids.roll(len(ids) // 2, 0)
-    equal = [(own[:, :, None] == other[:, None, :]).any(2) for other in (ids, *controls)]
+    equal = [(own[:, :, None] == other[:, None, :]).any(2).sum(1) for other in (ids, *controls)]
     ordered = ids.sort(1).values
-    doubled = (ordered[:, 1:] == ordered[:, :-1]).any(1, keepdim=True)
-    counts = torch.stack([(each & given[:, None]).sum() for each in (torch.ones_like(equal[0]), doubled, *equal)])
-    tallies[layer] = tallies.get(layer, 0) + counts.cpu()
+    doubled = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    of_token = torch.stack([torch.full_like(equal[0], ids.shape[1]), doubled.to(equal[0]), *equal], 1)
+    counts = torch.stack([of_token[choice.part == 1 + i].sum(0) for i in range(len(PARTS))])
+    tallies[layer] = tallies.get(layer, 0) + counts
 
 
 def differences(numbers: tuple[int, ...]) -> dict[str, float]:
     """Metrics of all passes of the job since the last call. numbers: of the layers with experts in Megatron.
 
-    The first call checks that routes are those of the tokens to which they were given: in each layer they agree with
-    the trainer's own choice in at least LEAST of the slots, and more than routes of other tokens or layers do, by at
-    least half of what these lack. Raises ValueError if not. Collective.
+    As soon as there are CHECKED slots of each of PARTS, it checks that routes are those of the tokens to which they
+    were given: in each layer they agree with the trainer's own choice in at least LEAST of the slots, and more than
+    routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not. Collective.
     """
-    total, here = torch.zeros(len(numbers), len(TALLIED), dtype=torch.int64), dict(tallies)
+    total, here = torch.zeros(len(numbers), len(PARTS), len(TALLIED), dtype=torch.int64), dict(tallies)
     tallies.clear()
-    for part in gather_all({layer: counts.tolist() for layer, counts in here.items()}):
-        for layer, counts in part.items():
+    for of_rank in gather_all({layer: counts.tolist() for layer, counts in here.items()}):
+        for layer, counts in of_rank.items():
             total[layer] += torch.tensor(counts)
-    if not _checked:
-        for number, counts in zip(numbers, total.tolist(), strict=True):
-            _check(f"--rl-router-replay: routes of layer {number}", *counts)
-        _checked.append(True)
-    slots, equal = total[:, 0], total[:, 2]
+    for i, part in enumerate(PARTS):
+        seen = unchecked.get(part)
+        if seen is not None:
+            unchecked[part] = seen = seen + total[:, i]
+            if seen[:, 0].min() >= CHECKED:
+                del unchecked[part]
+                for number, counts in zip(numbers, seen.tolist(), strict=True):
+                    _check(f"--rl-router-replay: routes of layer {number} {part}", *counts)
+    slots, equal = total.sum(1)[:, 0], total.sum(1)[:, 2]
     by_layer = (1 - equal / slots.clamp(min=1)).tolist()
     whole = float(1 - equal.sum() / slots.sum().clamp(min=1))
     return {"router/differ": whole} | {f"router/differ/{n}": d for n, d in zip(numbers, by_layer, strict=True)}
 
 
-_checked: list[bool] = []  # not empty: routes of this job were checked
-
-
 def _check(where: str, slots: int, doubled: int, equal: int, *controls: int) -> None:
     """Raise ValueError for routes of one layer, by its counts as in TALLIED."""
     fix = "this version of the engine may record them wrongly; install another, or remove --rl-router-replay"
-    if not slots:
-        raise ValueError(f"{where} are missing; {fix}")
     if doubled:
         raise ValueError(f"{where} name an expert twice for {doubled} tokens; {fix}")
     least = max([LEAST, *((1 + c / slots) / 2 for c in controls if c / slots < SKEWED)])

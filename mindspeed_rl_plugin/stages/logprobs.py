@@ -14,8 +14,9 @@ from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, joined
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 
 
-def specs(algorithm: Algorithm, routes: ColumnSpec | None = None) -> list[StageSpec]:
-    """The passes that an algorithm needs. routes: the column of experts that the pass of old log-probs writes, too."""
+def specs(algorithm: Algorithm, routes: ColumnSpec | None = None, given: Sequence[str] = ()) -> list[StageSpec]:
+    """The passes that an algorithm needs. routes: the column of experts that the pass of old log-probs writes, too;
+    given: further columns that it reads."""
     chosen = {} if routes is None else {"logp_old": (routes,)}
     needed = {
         "logp_old": (algorithm.old_logps, ()),
@@ -25,10 +26,9 @@ def specs(algorithm: Algorithm, routes: ColumnSpec | None = None) -> list[StageS
     return [
         StageSpec(
             name,
-            reads=("tokens", "loss_mask"),
+            reads=("tokens", "loss_mask", *(given if name == "logp_old" else ())),
             writes=(ColumnSpec(name, torch.float32, "token", ragged=True), *chosen.get(name, ())),
             resource="trainer",
-            if_written=("routes",) if name == "logp_old" else (),
             flags=flags,
             build=TokenPass,
         )

@@ -52,17 +52,18 @@ def stage_table(
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
+    given = ("routes", *(["segments"] if sampled_routes else [])) if sampled_routes or old_routes else ()
     specs = [
         prompts.SPEC,
         generate.spec(kind, sampled_routes),
         reward.spec(graders, by_group),
         *own,
         groups.SPEC,
-        *logprobs.specs(algorithm, old_routes),
+        *logprobs.specs(algorithm, old_routes, given if sampled_routes else ()),
         select.spec(algorithm),
         advantages.spec(algorithm, kind),
         measure.spec(algorithm, dump, added, kind),
-        update.spec(algorithm),
+        update.spec(algorithm, given),
     ]
     for spec in own:
         others = [other for other in specs if other is not spec]

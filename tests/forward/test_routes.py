@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils
 
 from mindspeed_rl_plugin.forward import ForwardSettings, collate, routes
+from mindspeed_rl_plugin.forward.collate import _parts
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
 EXPERTS, TOPK, TOKENS, LAYERS = 16, 4, 400, 3
@@ -22,7 +23,7 @@ OPTIONS = {
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     monkeypatch.setattr(routes, "tallies", {})
-    monkeypatch.setattr(routes, "_checked", [])
+    monkeypatch.setattr(routes, "unchecked", dict.fromkeys(routes.PARTS, 0))
 
 
 def drawn(count, seed=0):
@@ -36,8 +37,8 @@ def router_of(layer=0):
 
 def replayed(routing, ids, given=None, logits=None, layer=0, router=None):
     """ids: `[LAYERS, TOKENS, TOPK]`."""
-    given = torch.ones(TOKENS, dtype=torch.bool) if given is None else given
-    its = routes.Routes(ids.to(torch.uint8), given, 1)
+    part = torch.ones(TOKENS, dtype=torch.uint8) if given is None else given.to(torch.uint8)
+    its = routes.Routes(ids.to(torch.uint8), part, 1)
     return routes.replay(router or router_of(layer), layer, routing, logits, routes=its, at=None)
 
 
@@ -79,7 +80,7 @@ def test_a_router_whose_choice_is_not_replaced_is_refused():
             replayed(routing, ids, logits=logits)
 
 
-def rollout(change=lambda ids: ids, agree=0.98, layers=LAYERS):
+def rollout(change=lambda ids: ids, agree=0.98, layers=LAYERS, part=None):
     """Routes of an engine that chooses as the trainer in most slots, after a change; the metrics."""
     core = moe_utils.topk_routing_with_score_function
     logits = [torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(9 + i)) for i in range(layers)]
@@ -87,7 +88,7 @@ def rollout(change=lambda ids: ids, agree=0.98, layers=LAYERS):
     own = torch.stack([torch.where(n, drawn(TOKENS, 5), x.topk(TOPK)[1]) for n, x in zip(noise, logits, strict=True)])
     ids = change(own)
     for layer in range(layers):
-        replayed(lambda x: core(x, TOPK), ids, logits=logits[layer], layer=layer)
+        replayed(lambda x: core(x, TOPK), ids, part, logits=logits[layer], layer=layer)
     return routes.differences(tuple(range(2, 2 + layers)))
 
 
@@ -107,6 +108,42 @@ WRONG = {
     "of other rows": (lambda ids: ids[:, torch.randperm(TOKENS)], r"layer 2 agree"),
     "a layer of zeros": (lambda ids: torch.cat([ids[:2], 0 * ids[2:]]), r"layer 4 name an expert twice"),
 }
+
+
+def after_an_interruption(ids):
+    """In the second half of the tokens, those of the token before."""
+    return torch.cat([ids[:, : TOKENS // 2], ids.roll(1, 1)[:, TOKENS // 2 :]], 1)
+
+
+def unread(ids):
+    """Where tokens were left unread, those of the token before."""
+    return torch.where(((torch.arange(TOKENS) % 10) == 5)[:, None], ids.roll(1, 1), ids)
+
+
+def test_parts_after_an_interruption_are_checked_by_themselves():
+    part = torch.where(torch.arange(TOKENS) < TOKENS // 2, 1, 3)
+    with pytest.raises(ValueError, match="layer 2 after an interruption agree .* those of the token before in 1.000"):
+        rollout(after_an_interruption, part=part)
+
+
+def test_few_tokens_are_checked_as_soon_as_there_are_more():
+    part = torch.where((torch.arange(TOKENS) % 10) == 5, 2, 1)
+    part[:300] = part[:300].clamp(max=1)
+    assert rollout(unread, part=part)["router/differ"] > 0.05 and len(routes.unchecked) == 2
+    rollout(unread, part=part)
+    with pytest.raises(ValueError, match="layer 2 of the first token after an interruption agree"):
+        rollout(unread, part=part)
+
+
+def test_parts_of_rows():
+    """Token 4 ended the first part of row 0: it was sampled, but not read, so its routes are of the second part."""
+    rows = Rows(
+        (SampleId(0, 0, 0), SampleId(0, 0, 1)), {"tokens": Ragged.from_rows([torch.arange(8), torch.arange(3)])}
+    )
+    rows = rows.with_columns(
+        segments=Ragged.from_rows([torch.tensor([[2, 0], [5, 1], [7, 2]]), torch.tensor([[1, 1]])])
+    )
+    assert [row.tolist() for row in _parts(rows).rows()] == [[1, 1, 1, 1, 2, 3, 2, 0], [1, 1, 0]]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
