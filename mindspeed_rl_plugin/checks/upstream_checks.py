@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from mindspeed_rl_plugin.algorithms.presets import learns_from_pairs
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.forward.settings import AUXILIARY, length_multiple
@@ -354,6 +355,12 @@ def remarks(args: Any, config: RLConfig) -> Iterator[str]:
         )
     if config.forward.share_prompts and not config.forward.pack_sequences:
         yield "--rl-share-prompts: rows are packed, as with --rl-pack-sequences"
+    experts, generates = getattr(args, "num_experts", None), not learns_from_pairs(config.algorithm.algorithm)
+    if experts and generates and getattr(args, "bf16", False) and config.forward.router_replay is None:
+        yield (
+            "experts in bfloat16: for some tokens engine and trainer choose other ones, and log-probs differ; with "
+            "--rl-router-replay rollout the trainer takes the engine's"
+        )
     if added := " ".join(_auxiliary(args)):
         yield f"{added}: added to the policy's loss in each micro-batch, for prompt tokens too; with 0 it is not added"
 

@@ -53,7 +53,7 @@ def dump_rollout(
 
 
 def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
-    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, turns, rewards, finish,
+    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, turns, routes, rewards, finish,
     version, `REPLAYED`, which older dumps lack, and columns of `own` that have as many numbers in each row."""
     import pyarrow.parquet as pq
 
@@ -73,6 +73,10 @@ def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
     if "turns" in columns:
         rewards = [torch.tensor(row, dtype=torch.float32) for row in columns["turn_reward"].to_pylist()]
         out |= {"prompt_length": prompt.lengths, "turn_reward": Ragged.from_rows(rewards)}
+    if "routes" in columns:
+        layers, topk, dtype = json.loads(table.schema.metadata[b"routes"])
+        held = [torch.frombuffer(bytearray(row), dtype=getattr(torch, dtype)) for row in columns["routes"].to_pylist()]
+        out["routes"] = Ragged.from_rows([row.reshape(-1, layers, topk) for row in held])
     out["reward_parts"] = torch.tensor(columns["reward_parts"].to_pylist(), dtype=torch.float32)
     out["finish"] = torch.tensor([FINISH.index(f) for f in columns["finish"].to_pylist()], dtype=torch.int8)
     numbers = [name for name in ("reward", "version", "response_length", *REPLAYED) if name in columns]
@@ -123,7 +127,11 @@ def _table(rows: Rows, decode: Callable[[Sequence[int]], str], iteration: int, g
     data |= {name: _list(_behind(prompt, columns[name])) for name in TOKEN_COLUMNS if name in columns}
     if "turns" in columns:
         data |= _of_turns(rows, prompt)
-    return pa.table(data).replace_schema_metadata({"graders": json.dumps(list(graders))})
+    metadata = {"graders": json.dumps(list(graders))}
+    if (routes := columns.get("routes")) is not None:  # bytes of `[L, layers, K]`
+        data["routes"] = pa.array([row.contiguous().numpy().tobytes() for row in routes.rows()])
+        metadata["routes"] = json.dumps([*routes.values.shape[1:], str(routes.values.dtype).removeprefix("torch.")])
+    return pa.table(data).replace_schema_metadata(metadata)
 
 
 def _prompt(rows: Rows) -> Ragged:

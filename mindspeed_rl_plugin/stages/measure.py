@@ -35,7 +35,7 @@ def spec(algorithm: Algorithm, dump: bool = False, own: Sequence[str] = (), kind
     if dump:
         reads += ("prompt", "meta", "tokens", "loss_mask", "logp_rollout", "logp_old", "segments", "graded")
         reads += (advantages.column_name(algorithm),)
-        if_written = tuple(dict.fromkeys((*if_written, "logp_ref", *kind.dumped, *own)))
+        if_written = tuple(dict.fromkeys((*if_written, "logp_ref", "routes", *kind.dumped, *own)))
     built = partial(Measure, own=own)
     return StageSpec("measure", reads, (), resource="leader", if_written=if_written, build=built)
 

@@ -114,15 +114,19 @@ def ask_engine(engine: Any) -> tuple[Completion, Places]:
     return done, whole
 
 
-def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[list[float], Places]:
+def ask_trainer(
+    chunks: Sequence[nn.Module], tokens: Sequence[int], routes: Ragged | None = None
+) -> tuple[list[float], Places]:
     """Log-probs of the response and the outputs of each place, on this rank; of the logits `[R, V/tp]`. Collective.
 
-    In a job that shares prompts the response is a branch of a tree, beside another response.
+    routes: experts of the response's tokens, if the job replays them. In a job that shares prompts the response is a
+    branch of a tree, beside another response.
     """
     from megatron.training import get_args
 
     from mindspeed_rl_plugin.forward import collate
     from mindspeed_rl_plugin.forward.pipeline import compute_logps
+    from mindspeed_rl_plugin.forward.routes import tallies
     from mindspeed_rl_plugin.loop.run import current
 
     settings, row = dataclasses.replace(current().inputs.forward, temperature=1.0), torch.tensor(tokens)
@@ -130,6 +134,7 @@ def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[lis
     every = [row] * count + [torch.tensor([*PROMPT, *[PROMPT[0]] * RESPONSE_TOKENS])] * settings.shared
     mask = torch.tensor([0] * len(PROMPT) + [1] * RESPONSE_TOKENS, dtype=torch.uint8)
     columns = {"tokens": Ragged.from_rows(every), "loss_mask": Ragged.from_rows([mask] * len(every))}
+    columns |= {} if routes is None else {"routes": routes.take([0] * len(every))}
     rows = Rows(tuple(SampleId(-7, 0, i) for i in range(len(every))), columns)
     tree = collate(rows, settings).tree
     first = torch.arange(len(tokens) - 1) if tree is None else tree.at[: len(tokens) - 1]
@@ -141,6 +146,7 @@ def ask_trainer(chunks: Sequence[nn.Module], tokens: Sequence[int]) -> tuple[lis
     with recorded(trainer_places(chunks, noop_layers(get_args())), first_row) as seen:
         compute_logps(chunks, [rows] * settings.rounds_of, dataclasses.replace(settings, chunk_tokens=0))
     logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
+    tallies.clear()  # the other response's are not its own
     return ([] if logps is None else logps[0].rows()[0][len(PROMPT) :].tolist()), seen
 
 
@@ -214,9 +220,9 @@ def attach(folder: Path, colocation: ModuleType) -> None:
             done, engine = ask_engine(self.engine)
             yield moved
         self.onload()
-        box = [done.tokens]
+        box = [done.tokens, done.columns.get("routes")]
         dist.broadcast_object_list(box, src=0)
-        logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]])
+        logps, trainer = ask_trainer(self.model, [*PROMPT, *box[0]], box[1])
         pairs = enumerate(zip(box[0], done.tokens, strict=True))
         equal = next((i for i, (a, b) in pairs if a != b), len(done.tokens))
         noise = DTYPE_NOISE[self.resharder.dtype]
