@@ -33,6 +33,7 @@ records: list[dict[tuple[int, int], Tensor]] = []  # of the pass that records, i
 batch_index = [0]  # of the micro-batch that the pass runs now
 # number of a layer with experts -> `[PARTS, TALLIED]` int64, since `differences` took them
 tallies: dict[int, Tensor] = {}
+_checked: list[Tensor] = []  # `[layers, TALLIED]` of passes since `differences`
 unchecked: dict[str, Tensor | int] = dict.fromkeys(PARTS, 0)  # their sum of each of PARTS that was not checked yet
 
 
@@ -64,6 +65,7 @@ class Choice(TorchFunctionMode):
     own: Tensor | None = None  # `[n, K]` that the router would have chosen, of those tokens that it saw
     ids: Tensor | None = None  # `[n, K]` that were given to these tokens
     part: Tensor | None = None  # `[n]`
+    doubled: Tensor | None = None  # `[n]`, whether an expert is named twice; such a token chooses itself
 
     def __init__(self, experts: int, topk: int, ids: Tensor | None = None, part: Tensor | None = None) -> None:
         super().__init__()
@@ -83,7 +85,9 @@ class Choice(TorchFunctionMode):
             self.ids, self.part = (None if t is None else _of_rank(t, len(scores)) for t in self._all)
         if self.ids is None:
             return result
-        ids = torch.where(self.part[:, None] > 0, self.ids, result[1])
+        ordered = self.ids.sort(1).values
+        self.doubled = (ordered[:, 1:] == ordered[:, :-1]).any(1)  # Megatron would wait for more tokens than there are
+        ids = torch.where(((self.part > 0) & ~self.doubled)[:, None], self.ids, result[1])
         ids = ids.gather(1, scores.detach().gather(1, ids).topk(self._topk).indices)
         return torch.return_types.topk((scores.gather(1, ids), ids))
 
@@ -106,16 +110,18 @@ def replay(
     layer: number of the layer among those with experts. at: tokens whose logits these are, on all tensor parallel ranks
     together; None: all N. Raises ValueError for a router whose choice cannot be replaced.
     """
-    ids, part = (routes.ids, routes.part) if at is None else (routes.ids[:, at], routes.part[at])
+    (ids, of_next), part = routes.ids[[layer, (layer + 1) % len(routes.ids)]].long(), routes.part
+    if at is not None:
+        ids, of_next, part = ids[at], of_next[at], part[at]
     sizes = router.config.num_moe_experts, router.topk
-    choice = Choice(*sizes, ids[layer].long(), part)
+    choice = Choice(*sizes, ids, part)
     if "_rl_replays" not in vars(router):
         with torch.no_grad():
             _prove(router, lambda: routing(logits, *more, **named), sizes)
         vars(router)["_rl_replays"] = True
     with choice:
         result = routing(logits, *more, **named)
-    _tally(layer, choice, ids[(layer + 1) % len(ids)], routes.rows)
+    _tally(layer, choice, of_next, routes.rows)
     return result
 
 
@@ -183,17 +189,15 @@ def _of_rank(values: Tensor, count: int) -> Tensor:
 @torch.no_grad()
 def _tally(layer: int, choice: Choice, of_next: Tensor, rows: int) -> None:
     own, ids = choice.own, choice.ids
-    controls = ids.roll(rows, 0), _of_rank(of_next.to(ids), len(ids)), ids.roll(len(ids) // 2, 0)
+    controls = ids.roll(rows, 0), _of_rank(of_next, len(ids)), ids.roll(len(ids) // 2, 0)
     equal = [(own[:, :, None] == other[:, None, :]).any(2).sum(1) for other in (ids, *controls)]
-    ordered = ids.sort(1).values
-    doubled = (ordered[:, 1:] == ordered[:, :-1]).any(1)
-    of_token = torch.stack([torch.full_like(equal[0], ids.shape[1]), doubled.to(equal[0]), *equal], 1)
+    of_token = torch.stack([torch.full_like(equal[0], ids.shape[1]), choice.doubled.to(equal[0]), *equal], 1)
     counts = torch.stack([of_token[choice.part == 1 + i].sum(0) for i in range(len(PARTS))])
     tallies[layer] = tallies.get(layer, 0) + counts
 
 
-def differences(numbers: tuple[int, ...]) -> dict[str, float]:
-    """Metrics of all passes of the job since the last call. numbers: of the layers with experts in Megatron.
+def check(numbers: tuple[int, ...]) -> Tensor:
+    """`[layers, TALLIED]` of all passes of the job since `differences`. numbers: of these layers in Megatron.
 
     As soon as there are CHECKED slots of each of PARTS, it checks that routes are those of the tokens to which they
     were given: in each layer they agree with the trainer's own choice in at least LEAST of the slots, and more than
@@ -205,14 +209,21 @@ def differences(numbers: tuple[int, ...]) -> dict[str, float]:
         for layer, counts in of_rank.items():
             total[layer] += torch.tensor(counts)
     for i, part in enumerate(PARTS):
-        seen = unchecked.get(part)
-        if seen is not None:
-            unchecked[part] = seen = seen + total[:, i]
-            if seen[:, 0].min() >= CHECKED:
-                del unchecked[part]
-                for number, counts in zip(numbers, seen.tolist(), strict=True):
-                    _check(f"--rl-router-replay: routes of layer {number} {part}", *counts)
-    slots, equal = total.sum(1)[:, 0], total.sum(1)[:, 2]
+        if part not in unchecked:
+            continue
+        unchecked[part] = seen = unchecked[part] + total[:, i]
+        if seen[:, 0].min() >= CHECKED:
+            del unchecked[part]
+            for number, counts in zip(numbers, seen.tolist(), strict=True):
+                _check(f"--rl-router-replay: routes of layer {number} {part}", *counts)
+    _checked.append(total.sum(1))
+    return sum(_checked)
+
+
+def differences(numbers: tuple[int, ...]) -> dict[str, float]:
+    """Metrics of all passes of the job since the last call; see `check`. Collective."""
+    slots, _, equal, *_ = check(numbers).T
+    _checked.clear()
     by_layer = (1 - equal / slots.clamp(min=1)).tolist()
     whole = float(1 - equal.sum() / slots.sum().clamp(min=1))
     return {"router/differ": whole} | {f"router/differ/{n}": d for n, d in zip(numbers, by_layer, strict=True)}

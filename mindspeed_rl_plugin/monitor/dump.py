@@ -53,8 +53,8 @@ def dump_rollout(
 
 
 def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
-    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, turns, routes, rewards, finish,
-    version, `REPLAYED`, which older dumps lack, and columns of `own` that have as many numbers in each row."""
+    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, turns, routes, rewards,
+    finish, version, `REPLAYED`, which older dumps lack, and columns of `own` that have as many numbers in each row."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(path)

@@ -23,6 +23,7 @@ OPTIONS = {
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     monkeypatch.setattr(routes, "tallies", {})
+    monkeypatch.setattr(routes, "_checked", [])
     monkeypatch.setattr(routes, "unchecked", dict.fromkeys(routes.PARTS, 0))
 
 
