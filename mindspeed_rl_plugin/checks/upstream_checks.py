@@ -194,9 +194,6 @@ def router_replay(args: Any, config: RLConfig) -> Iterator[str]:
         yield f"{flag} with --context-parallel-size {size} would split rows; give --context-parallel-size 1"
     if getattr(args, "moe_router_fusion", False):
         yield f"{flag}: --moe-router-fusion chooses experts inside a kernel; remove one of them"
-    balance = getattr(args, "moe_router_load_balancing_type", None)
-    for name in {"sinkhorn", "quantile_balancing"} & {*(balance if isinstance(balance, list) else [balance])}:
-        yield f"{flag}: --moe-router-load-balancing-type {name} chooses for all tokens together; give another type"
     hybrid = {name: what for name, what in _OTHER_ATTENTION.items() if "state" in what}
     yield from _do_not_fit(args, flag, hybrid | _OUTSIDE | _experts_outside(args))
 

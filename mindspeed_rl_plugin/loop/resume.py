@@ -26,6 +26,7 @@ def cut(sizes: Arithmetic, algorithm: Algorithm, forward: ForwardConfig) -> dict
         "--rl-advantage": algorithm.advantage,
         "--rl-max-tokens-per-microbatch": forward.max_tokens_per_microbatch,
         "--rl-share-prompts": forward.share_prompts or None,  # older checkpoints have no value
+        "--rl-router-replay": forward.router_replay,
     }
 
 

@@ -127,6 +127,7 @@ LIMITED |= dict(moe_router_load_balancing_type="group_limited_greedy", moe_route
 LIMITED |= dict(moe_aux_loss_coeff=0.003, expert_model_parallel_size=2, moe_router_pre_softmax=True)
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
+REPLAY = {"--rl-router-replay": "rollout"}
 SHARED = {"--rl-max-tokens-per-microbatch": "64", "--rl-share-prompts": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 MINDSPEED = CP2 | {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
@@ -359,6 +360,13 @@ REFUSED: dict[str, list[dict]] = {
         PACKED | {"pre_tockens": 65536, "transformer_impl": "transformer_engine"},
         DEEPSEEK | SHARED | dict(rope_type="yarn", rotary_scaling_factor=1.0, apply_rope_fusion=True),
         SHARED | dict(transformer_impl="transformer_engine", attention_backend=SimpleNamespace(name="unfused")),
+    ],
+    "upstream_checks.router_replay": [
+        REPLAY,
+        REPLAY | MOE | CP2,
+        REPLAY | MOE | {"moe_router_fusion": True},
+        REPLAY | MOE | {"moe_fb_overlap": True},
+        REPLAY | MOE | {"swap_attention": True},
     ],
     "upstream_checks.gradients": [
         dict(recompute_in_bubble=True, calculate_per_token_loss=True),
