@@ -261,13 +261,13 @@ def expert_layers(args: argparse.Namespace) -> tuple[int, ...]:
     Source: get_gpt_decoder_block_spec; `--first-k-dense-replace` of MindSpeed-LLM. Raises ValueError for a
     --moe-layer-freq of another number of layers.
     """
+    if not getattr(args, "num_experts", None):
+        return ()
     every, layers = getattr(args, "moe_layer_freq", None) or 1, args.num_layers
     pattern = every if isinstance(every, list | tuple) else [int(i % every == 0) for i in range(layers)]
     if len(pattern) != layers:
         raise ValueError(f"--moe-layer-freq describes {len(pattern)} layers, the model has {layers}")
     first, noop = getattr(args, "first_k_dense_replace", None) or 0, noop_layers(args)
-    if not getattr(args, "num_experts", None):
-        return ()
     return tuple(i + 1 for i in range(first, layers) if pattern[i] and i not in noop)
 
 
