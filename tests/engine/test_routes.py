@@ -1,0 +1,125 @@
+"""The routes that an engine records: of real engines against transformers', and what cannot be recorded."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_rl_plugin.engine import routes, vllm_api
+from mindspeed_rl_plugin.engine.routes import RouteRecorder, continued
+
+SLOW = [("glm4_moe", 1, 1), ("deepseek_v3", 1, 1), ("qwen3_moe_large", 1, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 1, 2)]
+SLOW += [("glm4_moe", 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "ep"),
+    [("qwen3_moe", 1, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+)
+def test_an_engine_records_the_experts_of_each_token(torchrun, tmp_path, family, tp, ep) -> None:
+    ranks = max(tp, ep)
+    done = torchrun(Path(__file__).with_name("route_ranks.py"), tmp_path, family, tp, ep, ranks=ranks)
+    assert done.stdout.count("passed") == ranks
+
+
+@pytest.mark.quick
+def test_old_entries_stay_and_the_boundary_tokens_is_new() -> None:
+    old, new = torch.zeros(3, 2, 2), torch.ones(5, 2, 2)
+    assert continued(None, new) is new
+    assert continued(old, new)[:, 0, 0].tolist() == [0, 0, 0, 1, 1]
+    for other in (new[:2], torch.ones(5, 3, 2)):
+        with pytest.raises(ValueError, match=r"\[3, 2, 2\] cannot be continued"):
+            continued(old, other)
+
+
+class Router:
+    top_k, global_num_experts = 2, 4
+
+    def __init__(self, k=2, callback=True) -> None:
+        self.top_k = k
+        if callback:
+            self.set_capture_fn = lambda record: setattr(self, "record", record)
+
+    def select_experts(self) -> None: ...
+
+
+def worker_of(*layers, specs=()):
+    """A worker whose model has these routers; None: a dense layer."""
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(1, 1) for _ in layers)
+    for layer, router in zip(model.layers, layers, strict=True):
+        layer.router = router
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    config = SimpleNamespace(kv_cache_groups=groups, num_blocks=3)
+    return SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model, kv_cache_config=config))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((None, None), r"0 layers of the model in vLLM 0\.\d+ have a router.*do not record"),
+        ((None, Router(), Router(callback=False)), r"1 of 2 layers with experts \(the first: 2\).*vLLM 0.16"),
+        ((Router(), Router(3)), r"layers choose \[2, 3\] experts"),
+    ],
+)
+def test_models_whose_routes_cannot_be_recorded(layers, text) -> None:
+    with pytest.raises(ValueError, match=text):
+        RouteRecorder(8).bind(worker_of(*layers))
+
+
+@pytest.mark.quick
+def test_a_layer_that_chooses_without_its_callback_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(vllm_api, "own_rows", lambda ids: ids)
+    layers = Router(), None, Router()
+    recorder, worker = RouteRecorder(8), worker_of(*layers)
+    recorder.bind(worker)
+    layers[2].record(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="1 of 2 layers with experts chose without"):
+        recorder.attach(worker)
+
+
+def test_a_cache_without_full_attention_is_refused() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    sizes = dict(num_kv_heads=1, head_size=8, dtype=torch.float32)
+    window = SlidingWindowSpec(block_size=16, sliding_window=32, **sizes)
+    full = FullAttentionSpec(block_size=32, **sizes)
+    assert vllm_api.kv_slots(worker_of(specs=(window, full))) == (1, 32, 96)
+    with pytest.raises(ValueError, match="no layer with full attention, but SlidingWindowSpec"):
+        vllm_api.kv_slots(worker_of(specs=(window,)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "place", "own"),
+    [
+        (range(5), 1, [2, 3, 4]),  # of all engines
+        (range(2), 0, [0, 1]),  # of this engine
+        (range(8), 1, [4, 5, 6]),  # of all engines, in equal shares of two ranks each
+        (range(2), 1, [0, 1, 10]),  # this rank's share of its engine's three
+    ],
+)
+def test_the_rows_of_an_engine_that_shares_experts(monkeypatch, rows, place, own) -> None:
+    import vllm.distributed.parallel_state as state
+    import vllm.forward_context as context
+
+    parts = SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor([2, 3]), local_sizes=[2, 2, 2, 2])
+    monkeypatch.setattr(context, "get_forward_context", lambda: SimpleNamespace(dp_metadata=parts))
+    monkeypatch.setattr(state, "get_dp_group", lambda: SimpleNamespace(rank_in_group=place))
+    gathered = SimpleNamespace(world_size=2, all_gather=lambda ids, dim: torch.cat([ids, ids + 10]))
+    monkeypatch.setattr(vllm_api, "tp_group", lambda: gathered)
+    assert vllm_api.own_rows(torch.tensor(rows)[:, None]).flatten().tolist() == own
+
+
+@pytest.mark.quick
+def test_a_row_that_no_step_recorded_is_an_error() -> None:
+    recorder = RouteRecorder(8)
+    recorder._staging = torch.zeros(1, 8, 2, dtype=torch.uint8)
+    recorder._shape, recorder._rows, recorder._block = (9, 1, 2), torch.zeros(9, 1, 2, dtype=torch.uint8), 4
+    recorder._rows[4:6] = torch.tensor([0, 1], dtype=torch.uint8)
+    recorder._held["a"] = routes._Held([1], 4)
+    assert recorder.routes("a", 3).tolist() == [[[0, 0]], [[0, 1]], [[0, 1]]]
+    with pytest.raises(RuntimeError, match="chosen an expert twice"):
+        recorder.routes("a", 4)
