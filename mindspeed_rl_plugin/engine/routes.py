@@ -11,6 +11,7 @@ launcher. vLLM is not imported here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.host.engine_env import vllm_version
+from mindspeed_rl_plugin.layout.layout import ModelShape
 from mindspeed_rl_plugin.rows import Completion
 
 ROUTES = "routes"
@@ -46,6 +48,41 @@ def routes_of(completion: Completion | None) -> Tensor | None:
     return None if column is None else column.row(0)
 
 
+@dataclass(frozen=True)
+class RouteSizes:
+    """What the routes of a model are made of."""
+
+    layers: tuple[int, ...]  # numbers of the layers with experts
+    experts: int  # of a layer
+    k: int  # experts a token
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> RouteSizes:
+        """config: config.json of the model. Raises ValueError for a model without experts."""
+        shape = ModelShape.from_hf_config(config)
+        layers = tuple(sorted({*range(shape.layers)} - {*shape.dense_layers})) if shape.moe_layers else ()
+        if not layers:
+            raise ValueError(f"a model of family {shape.family} has no experts, so no routes; do not record routes")
+        return cls(layers, shape.experts, config["num_experts_per_tok"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8 if self.experts <= SMALL_IDS else torch.int16
+
+
+def checked(rows: Tensor, who: str) -> Tensor:
+    """The same rows `[T, M, K]`. Raises RuntimeError if a token has one expert twice, as in rows that were never
+    written."""
+    if rows.shape[2] > 1 and (rows[..., 0] == rows[..., 1]).any():
+        raise RuntimeError(f"routes of {who}: a token has chosen one expert twice, so its choice was not recorded")
+    return rows
+
+
+def after_first(rows: Tensor) -> Tensor:
+    """The column `[T + 1, M, K]` of rows whose entry t is of token t as input."""
+    return torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows])
+
+
 @dataclass
 class _Held:
     """A request that vLLM knows."""
@@ -62,43 +99,34 @@ class RouteRecorder:
     graphs. After the step its rows move to the slots of the KV cache that the step wrote, so a prefix from the cache
     has the routes with which it was computed. Bytes: slots x M x K.
 
-    capacity: most tokens of a step.
+    sizes: of the model; capacity: most tokens of a step.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, sizes: RouteSizes, capacity: int) -> None:
+        self._sizes, self._capacity = sizes, capacity
         self._heard: set[int] = set()  # layers whose callback was called
         self._held: dict[str, _Held] = {}
         self._rows: Tensor | None = None  # [slots + 1, M, K]; index -1, of rows without a slot, is the last
 
     def bind(self, worker: Any) -> None:
         """Set the callbacks; before graphs are captured. Raises ValueError for a model that cannot be recorded."""
-        found = vllm_api.routers(worker)
-        routers = [router for _, router in sorted(found.items())]
-        unable = [number for number, router in sorted(found.items()) if not hasattr(router, "set_capture_fn")]
+        found, sizes = vllm_api.routers(worker), self._sizes
         version = ".".join(map(str, vllm_version()))
-        if unable:
+        if sorted(found) != list(sizes.layers):
             raise ValueError(
-                f"vLLM {version} cannot tell which experts it chose: {len(unable)} of {len(routers)} layers with "
-                f"experts (the first: {unable[0]}) have no router with a callback (set_capture_fn); vLLM 0.16 and "
-                "newer have it: install such a vLLM, or do not record routes"
+                f"routes cannot be recorded: the config has {len(sizes.layers)} layers with experts, but vLLM "
+                f"{version} has routers in {len(found)} ({sorted(found)}); do not record routes of this model"
             )
-        if not routers:
+        if unable := [number for number in sizes.layers if not hasattr(found[number], "set_capture_fn")]:
             raise ValueError(
-                f"routes cannot be recorded: 0 layers of the model in vLLM {version} have a router of experts; do not "
-                "record routes of a model without experts"
+                f"vLLM {version} cannot tell which experts it chose: {len(unable)} of {len(found)} layers with experts "
+                f"(the first: {unable[0]}) have no router with a callback (set_capture_fn); vLLM 0.16 and newer have "
+                "it: install such a vLLM, or do not record routes"
             )
-        widths = {router.top_k for router in routers}
-        if len(widths) > 1:
-            raise ValueError(
-                f"routes cannot be recorded: layers choose {sorted(widths)} experts a token, not one number"
-            )
-        small = max(router.global_num_experts for router in routers) <= SMALL_IDS
-        shape = (len(routers), self._capacity, widths.pop())
-        dtype, device = torch.uint8 if small else torch.int16, vllm_api.model_device(worker)
-        self._staging = torch.zeros(shape, dtype=dtype, device=device)
-        for layer, router in enumerate(routers):
-            router.set_capture_fn(self._callback(layer))
+        shape, device = (len(found), self._capacity, sizes.k), vllm_api.model_device(worker)
+        self._staging = torch.zeros(shape, dtype=sizes.dtype, device=device)
+        for layer, number in enumerate(sizes.layers):
+            found[number].set_capture_fn(self._callback(layer))
 
     def attach(self, worker: Any) -> None:
         """Follow the steps of a complete engine that has run a first, empty step. Raises ValueError if a router chose
@@ -127,10 +155,7 @@ class RouteRecorder:
     def routes(self, request: str, tokens: int) -> Tensor:
         """`[tokens, M, K]` on the host: the routes of a request's first tokens, prompt and response. request: vLLM's
         own id. They must be read before the step after its last."""
-        rows = self._recorded(self._held[request], tokens - 1)
-        if rows.shape[2] > 1 and (rows[..., 0] == rows[..., 1]).any():
-            raise RuntimeError(f"routes of {request}: a token has chosen an expert twice, so a step was not recorded")
-        return torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows])
+        return after_first(checked(self._recorded(self._held[request], tokens - 1), request))
 
     def sleep(self) -> None:
         """Free what is indexed by slots, together with the KV cache."""

@@ -243,6 +243,13 @@ def routers(worker: Any) -> dict[int, Any]:
     return found
 
 
+def returns_routes(worker: Any) -> bool:
+    """Whether a server was started with --enable-return-routed-experts (0.32; before: of the model's config)."""
+    config = worker.vllm_config
+    places = (getattr(config, "aux_output_config", None), config.model_config)
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
+
+
 def own_rows(ids: torch.Tensor) -> torch.Tensor:
     """The rows `[T, k]` of this engine's tokens, of what a router chose. Called inside a step.
 

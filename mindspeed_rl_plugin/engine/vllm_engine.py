@@ -34,7 +34,7 @@ from mindspeed_rl_plugin.engine.hf_config import for_engine, write_config
 from mindspeed_rl_plugin.engine.options import VllmOptions, engine_arguments, needs_tokenizer, prompt_of
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS
-from mindspeed_rl_plugin.engine.routes import ROUTES, RouteRecorder, continued, routes_of
+from mindspeed_rl_plugin.engine.routes import ROUTES, RouteRecorder, RouteSizes, continued, routes_of
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
@@ -114,7 +114,10 @@ class VllmEngine:
             arguments = engine_arguments(options, self._device.kind, directory)
             if "disable_custom_all_reduce" in arguments:
                 say("expandable_segments:True: the engine uses NCCL's all-reduce, not vLLM's own")
-            self._routes = RouteRecorder(arguments["max_num_batched_tokens"]) if options.record_routes else None
+            self._routes: RouteRecorder | None = None
+            if options.record_routes:
+                sizes = RouteSizes.of(options.config)
+                self._routes = RouteRecorder(sizes, arguments["max_num_batched_tokens"])
             self._engine = vllm_api.build(arguments, self._routes and self._routes.bind)
         self.eager = arguments["enforce_eager"]  # whether it captured no graphs
         self._worker = vllm_api.worker(self._engine)

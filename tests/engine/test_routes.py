@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mindspeed_rl_plugin.engine import routes, vllm_api
-from mindspeed_rl_plugin.engine.routes import RouteRecorder, continued
+from mindspeed_rl_plugin.engine.routes import RouteRecorder, RouteSizes, continued
 
 SLOW = [("glm4_moe", 1, 1), ("deepseek_v3", 1, 1), ("qwen3_moe_large", 1, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 1, 2)]
 SLOW += [("glm4_moe", 2, 2)]
@@ -34,11 +34,13 @@ def test_old_entries_stay_and_the_boundary_tokens_is_new() -> None:
             continued(old, other)
 
 
-class Router:
-    top_k, global_num_experts = 2, 4
+SIZES = RouteSizes((1, 2), 4, 2)
+QWEN = dict(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, vocab_size=9, intermediate_size=8, head_dim=4)
+QWEN |= dict(moe_intermediate_size=8)
 
-    def __init__(self, k=2, callback=True) -> None:
-        self.top_k = k
+
+class Router:
+    def __init__(self, callback=True) -> None:
         if callback:
             self.set_capture_fn = lambda record: setattr(self, "record", record)
 
@@ -60,21 +62,29 @@ def worker_of(*layers, specs=()):
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ((None, None), r"0 layers of the model in vLLM 0\.\d+ have a router.*do not record"),
+        ((None, None, None), r"config has 2 layers with experts, but vLLM 0\.\d+ has routers in 0 .*do not record"),
+        ((Router(), Router(), None), r"routers in 2 \(\[0, 1\]\)"),
         ((None, Router(), Router(callback=False)), r"1 of 2 layers with experts \(the first: 2\).*vLLM 0.16"),
-        ((Router(), Router(3)), r"layers choose \[2, 3\] experts"),
     ],
 )
 def test_models_whose_routes_cannot_be_recorded(layers, text) -> None:
     with pytest.raises(ValueError, match=text):
-        RouteRecorder(8).bind(worker_of(*layers))
+        RouteRecorder(SIZES, 8).bind(worker_of(*layers))
+
+
+@pytest.mark.quick
+def test_sizes_are_read_from_the_models_config() -> None:
+    config = QWEN | {"model_type": "qwen3_moe", "num_experts": 300, "num_experts_per_tok": 4, "mlp_only_layers": [1]}
+    assert RouteSizes.of(config) == RouteSizes((0, 2), 300, 4) and RouteSizes.of(config).dtype == torch.int16
+    with pytest.raises(ValueError, match="family qwen3 has no experts"):
+        RouteSizes.of(QWEN | {"model_type": "qwen3"})
 
 
 @pytest.mark.quick
 def test_a_layer_that_chooses_without_its_callback_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(vllm_api, "own_rows", lambda ids: ids)
-    layers = Router(), None, Router()
-    recorder, worker = RouteRecorder(8), worker_of(*layers)
+    layers = None, Router(), Router()
+    recorder, worker = RouteRecorder(SIZES, 8), worker_of(*layers)
     recorder.bind(worker)
     layers[2].record(torch.ones(3, 2))
     with pytest.raises(ValueError, match="1 of 2 layers with experts chose without"):
@@ -115,11 +125,11 @@ def test_the_rows_of_an_engine_that_shares_experts(monkeypatch, rows, place, own
 
 @pytest.mark.quick
 def test_a_row_that_no_step_recorded_is_an_error() -> None:
-    recorder = RouteRecorder(8)
+    recorder = RouteRecorder(SIZES, 8)
     recorder._staging = torch.zeros(1, 8, 2, dtype=torch.uint8)
     recorder._shape, recorder._rows, recorder._block = (9, 1, 2), torch.zeros(9, 1, 2, dtype=torch.uint8), 4
     recorder._rows[4:6] = torch.tensor([0, 1], dtype=torch.uint8)
     recorder._held["a"] = routes._Held([1], 4)
     assert recorder.routes("a", 3).tolist() == [[[0, 0]], [[0, 1]], [[0, 1]]]
-    with pytest.raises(RuntimeError, match="chosen an expert twice"):
+    with pytest.raises(RuntimeError, match="chosen one expert twice"):
         recorder.routes("a", 4)
