@@ -173,9 +173,9 @@ class Client:
         version) of each part. "finish" `[B]`: 0 if an end token or string ended the response, 1 if the limit did;
         default: by the last token. A job that replays routes needs "routes" `[P + R, M, K]` too: entry t + 1 has the
         experts of token t of prompt and response in each layer with experts, and entry 0 zeros. Raises ValueError for
-        invalid rows, or rows that were not taken. Rows are written in
-        parts: each has rows of one `take`, rollout and machine, at most 64 MiB. Of a part with an error nothing is
-        written; all given rows of its `take` stay taken: give them again, or `release` them. Earlier parts are written.
+        invalid rows, or rows that were not taken. Rows are written in parts: each has rows of one `take`, rollout and
+        machine, at most 64 MiB. Of a part with an error nothing is written; all given rows of its `take` stay taken:
+        give them again, or `release` them. Earlier parts are written.
         """
         given = from_tensordict(rows)
         self._check(given)
