@@ -200,7 +200,7 @@ class RouteRecorder:
         if self._rows is None:
             self._rows = torch.zeros(self._shape, dtype=self._staging.dtype, device=self._staging.device)
         slots = vllm_api.step_slots(self._worker, self._group, tokens)
-        self._rows[slots] = self._staging[:, :tokens].transpose(0, 1)
+        self._rows[slots.long()] = self._staging[:, :tokens].transpose(0, 1)
 
     def _recorded(self, held: _Held, count: int) -> Tensor:
         """The first `count` rows of a request, on the host."""
