@@ -87,9 +87,9 @@ def after_first(rows: Tensor) -> Tensor:
 class _Held:
     """A request that vLLM knows."""
 
+    kept: Tensor  # rows [t, M, K] on the host, from before vLLM computed its tokens again
     blocks: list[int] = field(default_factory=list)  # of the KV cache, in the order of its tokens
-    computed: int = 0  # tokens whose routes are recorded
-    kept: Tensor | None = None  # rows [t, M, K] on the host that vLLM has computed, or will compute, again
+    computed: int = 0  # tokens in these blocks
 
 
 class RouteRecorder:
@@ -139,7 +139,7 @@ class RouteRecorder:
                 "13882; install another version, or do not record routes"
             )
         self._worker, (self._group, self._block, slots) = worker, vllm_api.kv_slots(worker)
-        self._shape = (slots + 1, layers, k)
+        self._shape, self._none = (slots + 1, layers, k), self._staging.new_zeros(0, layers, k, device="cpu")
         runner = worker.model_runner
         execute = runner.execute_model
 
@@ -180,12 +180,12 @@ class RouteRecorder:
         lost = getattr(scheduled, "preempted_req_ids", None)
         for request in self._held.keys() - tokens.keys() if lost is None else lost:
             if (held := self._held.get(request)) is not None:
-                held.kept = self._recorded(held, held.computed)
+                held.kept = self._recorded(held, max(held.computed, len(held.kept)))
         for source, target in getattr(scheduled, "kv_cache_block_copies", None) or ():
             blocks = self._rows[:-1].unflatten(0, (-1, self._block))
             blocks[target] = blocks[source]
         for new in scheduled.scheduled_new_reqs:  # or a request that was preempted
-            held = self._held.setdefault(new.req_id, _Held())
+            held = self._held.setdefault(new.req_id, _Held(self._none))
             held.blocks = [*new.block_ids[self._group]]
             held.computed = new.num_computed_tokens + tokens[new.req_id]
         for request, more, before in zip(again.req_ids, again.new_block_ids, again.num_computed_tokens, strict=True):
@@ -204,10 +204,9 @@ class RouteRecorder:
 
     def _recorded(self, held: _Held, count: int) -> Tensor:
         """The first `count` rows of a request, on the host."""
-        kept = self._staging.new_zeros(0, *self._shape[1:], device="cpu") if held.kept is None else held.kept
-        if count <= len(kept):
-            return kept[:count]
+        if count <= len(held.kept):
+            return held.kept[:count]
         blocks = torch.tensor(held.blocks, dtype=torch.int64)
         slots = (blocks[:, None] * self._block + torch.arange(self._block)).flatten()[:count]
         assert len(slots) == count and self._rows is not None, (len(slots), count)
-        return continued(kept, self._rows[slots.to(self._rows.device)].cpu())
+        return continued(held.kept, self._rows[slots.to(self._rows.device)].cpu())

@@ -93,7 +93,7 @@ class Check:
 
     def kept(self) -> int:
         """How many requests vLLM has computed again, of those that it knows."""
-        return sum(held.kept is not None for held in self.engine._routes._held.values())
+        return sum(len(held.kept) > 0 for held in self.engine._routes._held.values())
 
     def compare(self, done, prompt, first=0, end=None, layers=slice(None)) -> torch.Tensor:
         """Entries [first, end) are those of the reference's present weights. Returns these."""

@@ -123,13 +123,95 @@ def test_the_rows_of_an_engine_that_shares_experts(monkeypatch, rows, place, own
     assert vllm_api.own_rows(torch.tensor(rows)[:, None]).flatten().tolist() == own
 
 
+class Steps:
+    """A recorder under steps of a model whose row of a token is [position, 100 + number of the step], in blocks of 4.
+    held: request -> its blocks."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.recorder, self.held, self.number = RouteRecorder(RouteSizes((0,), 256, 2), 16), {}, 0
+        monkeypatch.setattr(vllm_api, "own_rows", lambda ids: ids)
+        monkeypatch.setattr(vllm_api, "kv_slots", lambda worker: (0, 4, 40))
+        monkeypatch.setattr(vllm_api, "step_slots", lambda worker, group, tokens: self.slots)
+        self.router = Router()
+        worker = worker_of(self.router)
+        self.recorder.bind(worker)
+        self.router.record(torch.ones(1, 2))
+        worker.model_runner.execute_model = self.execute
+        self.recorder.attach(worker)
+        self.step_of = worker.model_runner.execute_model
+
+    def execute(self, scheduled):
+        self.router.record(torch.tensor([[place, 100 + self.number] for place in self.places]))
+
+    def step(self, new=(), more=(), resumed=(), lost=(), finished=(), copies=None) -> None:
+        """new, more: (request, blocks, tokens computed before, tokens of the step)."""
+        self.number, self.slots, self.places = self.number + 1, [], []
+        for name, blocks, before, count in (*new, *more):
+            fresh = name in resumed or name in [n[0] for n in new]
+            held = self.held[name] = [*blocks] if fresh else [*self.held[name], *blocks]
+            self.places += range(before, before + count)
+            self.slots += [held[place // 4] * 4 + place % 4 for place in range(before, before + count)]
+        self.slots = torch.tensor(self.slots)
+        again = SimpleNamespace(
+            req_ids=[m[0] for m in more],
+            new_block_ids=[([*m[1]],) if m[1] else None for m in more],
+            num_computed_tokens=[m[2] for m in more],
+            resumed_req_ids={*resumed},
+        )
+        self.step_of(
+            SimpleNamespace(
+                finished_req_ids=finished,
+                num_scheduled_tokens={name: count for name, _, _, count in (*new, *more)},
+                total_num_scheduled_tokens=len(self.places),
+                scheduled_new_reqs=[
+                    SimpleNamespace(req_id=n, block_ids=([*b],), num_computed_tokens=c) for n, b, c, _ in new
+                ],
+                scheduled_cached_reqs=again,
+                preempted_req_ids=lost,
+                kv_cache_block_copies=copies,
+            )
+        )
+
+    def passes(self, name: str, tokens: int) -> list[int]:
+        """The step of each entry."""
+        rows = self.recorder.routes(name, tokens)[1:, 0].tolist()
+        assert [place for place, _ in rows] == [*range(tokens - 1)]
+        return [step - 100 for _, step in rows]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("says", [True, False], ids=["who is preempted", "nothing of it"])
+def test_a_preempted_request_keeps_its_rows_although_it_is_computed_again(monkeypatch, says) -> None:
+    steps = Steps(monkeypatch)
+    lost = lambda *names: names if says else None  # noqa: E731 - older versions of vLLM do not tell
+    steps.step(new=[("a", (1, 2), 0, 6)], lost=lost())
+    steps.step(more=[("a", (), 6, 1)], new=[("b", (1, 3), 4, 2)], lost=lost())
+    assert steps.passes("a", 8) == [1] * 6 + [2] and steps.passes("b", 7) == [1] * 4 + [2] * 2
+    steps.step(more=[("b", (), 6, 1)], new=[("c", (2,), 0, 4)], lost=lost("a"))  # c takes a block of a
+    assert steps.passes("a", 8) == [1] * 6 + [2] and steps.passes("c", 5) == [3] * 4
+    steps.step(more=[("a", (4, 5), 0, 3)], resumed=["a"], lost=lost("c", "b"))  # a part of it
+    steps.step(new=[("d", (4,), 0, 4)], lost=lost("a"))  # and again
+    assert steps.passes("a", 8) == [1] * 6 + [2]
+    steps.step(more=[("a", (6, 7, 8), 0, 9)], resumed=["a"], lost=lost("d"))
+    assert steps.passes("a", 10) == [1] * 6 + [2] + [6] * 2
+
+
+@pytest.mark.quick
+def test_rows_go_with_a_copy_of_their_block_and_end_with_their_request(monkeypatch) -> None:
+    steps = Steps(monkeypatch)
+    steps.step(new=[("a", (1,), 0, 3)])
+    steps.step(new=[("b", (2,), 2, 2)], more=[("a", (), 3, 1)], copies=[(1, 2)])
+    assert steps.passes("b", 5) == [1, 1, 2, 2]
+    steps.step(new=[("c", (3,), 0, 1)], finished={"a", "b"})
+    assert steps.recorder._held.keys() == {"c"}
+    steps.recorder.sleep()
+    steps.step(new=[("d", (1,), 0, 4)], finished={"c"})
+    assert steps.passes("d", 5) == [4] * 4
+
+
 @pytest.mark.quick
 def test_a_row_that_no_step_recorded_is_an_error() -> None:
-    recorder = RouteRecorder(SIZES, 8)
-    recorder._staging = torch.zeros(1, 8, 2, dtype=torch.uint8)
-    recorder._shape, recorder._rows, recorder._block = (9, 1, 2), torch.zeros(9, 1, 2, dtype=torch.uint8), 4
-    recorder._rows[4:6] = torch.tensor([0, 1], dtype=torch.uint8)
-    recorder._held["a"] = routes._Held([1], 4)
-    assert recorder.routes("a", 3).tolist() == [[[0, 0]], [[0, 1]], [[0, 1]]]
-    with pytest.raises(RuntimeError, match="chosen one expert twice"):
-        recorder.routes("a", 4)
+    rows = torch.tensor([[[0, 1]], [[3, 2]], [[0, 0]]])
+    assert routes.after_first(routes.checked(rows[:2], "a")).tolist() == [[[0, 0]], [[0, 1]], [[3, 2]]]
+    with pytest.raises(RuntimeError, match="routes of a: a token has chosen one expert twice"):
+        routes.checked(rows, "a")
