@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Gone, Lease, SampleId, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.dock.api import numbers
+from mindspeed_rl_plugin.engine.routes import ROUTES, RouteSizes
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
@@ -43,6 +44,7 @@ GIVEN = {
     "version": (False, "integers", [], "version of the weights"),
     "finish": (False, "integers", [], "0 or 1"),
     "segments": (True, "integers", [2], "(first token, version) of each part"),
+    "routes": (True, "integers", None, "ids of experts, [layers with experts, experts a token]"),
 }
 
 
@@ -169,9 +171,11 @@ class Client:
         the distribution that it was sampled from (greedy: that of temperature 1); "version" `[B]`: of the weights. If
         several versions sampled a response, "segments" `[S, 2]` instead of "version": (its first token in the response,
         version) of each part. "finish" `[B]`: 0 if an end token or string ended the response, 1 if the limit did;
-        default: by the last token. Raises ValueError for invalid rows, or rows that were not taken. Rows are written in
-        parts: each has rows of one `take`, rollout and machine, at most 64 MiB. Of a part with an error nothing is
-        written; all given rows of its `take` stay taken: give them again, or `release` them. Earlier parts are written.
+        default: by the last token. A job that replays routes needs "routes" `[P + R, M, K]` too: entry t + 1 has the
+        experts of token t of prompt and response in each layer with experts, and entry 0 zeros. Raises ValueError for
+        invalid rows, or rows that were not taken. Rows are written in parts: each has rows of one `take`, rollout and
+        machine, at most 64 MiB. Of a part with an error nothing is written; all given rows of its `take` stay taken:
+        give them again, or `release` them. Earlier parts are written.
         """
         given = from_tensordict(rows)
         self._check(given)
@@ -288,11 +292,13 @@ class Client:
     def _check(self, given: Rows) -> None:
         """Raise ValueError for rows that are not taken, and for columns of a wrong form. The job checks the values."""
         names = set(given.columns)
-        needed = {"response", "logps", "segments" if "segments" in names else "version"}
-        if not needed <= names <= {*GIVEN}:
+        routes = {ROUTES} if self._job.engine.record_routes else set()
+        needed, known = {"response", "logps", "segments" if "segments" in names else "version"} | routes, {*GIVEN}
+        if not needed <= names <= (known if routes else known - {ROUTES}):
             raise ValueError(
                 f"give: got the columns {sorted(names)}; needed are response, logps, and version or segments; allowed "
-                f"are {', '.join(GIVEN)}"
+                f"are {', '.join(name for name in GIVEN if name != ROUTES)}; routes are "
+                f"{'needed' if routes else 'not allowed'} in this job"
             )
         for name in sorted(names):
             _check_form(name, given[name])
@@ -303,6 +309,25 @@ class Client:
         tokens = given["response"].values
         if len(wide := tokens[tokens.int() != tokens]):
             raise ValueError(f"give: token {wide[0]} has more than 32 bits; use the tokenizer of the job")
+        if routes:
+            self._check_routes(given)
+
+    def _check_routes(self, given: Rows) -> None:
+        """Raise ValueError for routes of other sizes than the model's, or with ids that it does not have."""
+        sizes, routes = RouteSizes.of(self._job.engine.config), given[ROUTES]
+        shape = [len(sizes.layers), sizes.k]
+        if [*routes.values.shape[1:]] != shape:
+            raise ValueError(f"give: 'routes' has entries of shape {[*routes.values.shape[1:]]}; give {shape}")
+        for sample, row, response in zip(given.ids, routes.rows(), given["response"].lengths.tolist(), strict=True):
+            length, name = len(self._taken[sample][1].prompt_tokens) + response, tuple(sample)
+            if len(row) != length:
+                raise ValueError(
+                    f"give: row {name} has {len(row)} routes; give {length}, one a token of prompt and response"
+                )
+            if row[:1].any() or ((row < 0) | (row >= sizes.experts)).any():
+                raise ValueError(
+                    f"give: row {name} has routes that are no ids below {sizes.experts}; entry 0 has zeros"
+                )
 
     def _completion(self, given: Rows, row: int) -> Completion:
         tokens = tuple(given["response"].row(row).tolist())
@@ -317,7 +342,12 @@ class Client:
                 f"give: row {tuple(given.ids[row])} has finish {finish} and segments {segments}; give finish 0 "
                 f"({FINISH[0]}) or 1 ({FINISH[1]}), and at least one segment"
             )
-        return Completion(given.ids[row], tokens, tuple(given["logps"].row(row).tolist()), FINISH[finish], segments)
+        columns: dict[str, Column] = {}
+        if ROUTES in given.columns:
+            dtype = RouteSizes.of(self._job.engine.config).dtype
+            columns[ROUTES] = Ragged.from_rows([given[ROUTES].row(row)], dtype=dtype)
+        logps = tuple(given["logps"].row(row).tolist())
+        return Completion(given.ids[row], tokens, logps, FINISH[finish], segments, columns=columns)
 
 
 def _check_form(name: str, column: Column) -> None:
@@ -327,7 +357,7 @@ def _check_form(name: str, column: Column) -> None:
         form = "several entries per row: give a jagged nested tensor" if several else "one number per row: give [B]"
         raise ValueError(f"give: {name!r} has {form}")
     values = column.values if several else column
-    if (got := (numbers(values), list(values.shape[1:]))) != (kind, entry):
+    if (got := (numbers(values), list(values.shape[1:])))[0] != kind or entry not in (None, got[1]):
         raise ValueError(
             f"give: {name!r} has entries of shape {got[1]}, {values.dtype}; give {kind} of shape {entry}: {what}"
         )

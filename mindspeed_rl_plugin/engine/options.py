@@ -43,6 +43,7 @@ class VllmOptions:
     # True: each request has its own random generator, even if vLLM then launches kernels for each request in each step.
     # False: only where this costs nothing: on a CPU, and if one kernel of vLLM samples for all requests
     request_seeds: bool = False
+    record_routes: bool = False  # whether completions have the experts that were chosen (`engine.routes`)
     # seconds that ranks wait for each other in a step, and at the start of the build (vLLM's part has its own limits)
     deadline: float = 1800.0
 

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,15 @@ OPTIONAL_ARGUMENTS = (
 # Kernels that read expert weights in the order that vLLM declares. "OOT" are vllm-ascend's: the shapes of the weights
 # show whether it has transposed them.
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # flags of kernels, before 0.14
 
 
-def build(arguments: dict[str, Any]) -> Any:
+def build(arguments: dict[str, Any], loaded: Callable[[Any], None] | None = None) -> Any:
     """An in-process LLMEngine with these `EngineArgs` fields, without optional ones that this vLLM lacks.
 
-    Collective over the whole world: vLLM makes its process groups here.
+    loaded: called with the worker when it has loaded its model, before graphs are captured. Collective over the whole
+    world: vLLM makes its process groups here.
     """
     from vllm import EngineArgs
     from vllm.v1.engine.core import EngineCore
@@ -52,14 +54,28 @@ def build(arguments: dict[str, Any]) -> Any:
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     given = EngineArgs(**usable(arguments, known, EngineCore))
     gc.freeze()  # vLLM runs the garbage collector several times while it builds; frozen objects are skipped
-    shared = arguments.get("data_parallel_size", 1) > 1
-    engine = _sharing_experts(LLMEngine, given) if shared else LLMEngine.from_engine_args(given)
+    shared, kind = arguments.get("data_parallel_size", 1) > 1, _calling(LLMEngine, loaded) if loaded else LLMEngine
+    engine = _sharing_experts(kind, given) if shared else kind.from_engine_args(given)
     # Newer versions (0.32) destroy torch's default process group, the trainer's, when an engine is garbage-collected.
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
     _drop_message_queues()
     return engine
+
+
+def _calling(engine: type, loaded: Callable[[Any], None]) -> type:
+    """This class of engine, which calls `loaded` with the worker as soon as its model is loaded."""
+
+    def __init__(self: Any, *, executor_class: type, **named: Any) -> None:
+        def _init_executor(executor: Any) -> None:
+            executor_class._init_executor(executor)
+            loaded(_unwrapped(executor.driver_worker))
+
+        own = type(executor_class.__name__, (executor_class,), {"_init_executor": _init_executor})
+        engine.__init__(self, executor_class=own, **named)
+
+    return type(engine.__name__, (engine,), {"__init__": __init__})
 
 
 def architectures() -> Collection[str]:
@@ -199,13 +215,91 @@ def sampling_params(request: GenerateRequest, eos: Sequence[int], seeded: bool) 
 def worker(engine: Any) -> Any:
     """This rank's worker, without its wrapper. The functions of this module accept the worker of an engine in this
     process or in a server."""
-    wrapped = engine.model_executor.driver_worker
-    return getattr(wrapped, "worker", wrapped)
+    return _unwrapped(engine.model_executor.driver_worker)
+
+
+def _unwrapped(worker: Any) -> Any:
+    return getattr(worker, "worker", worker)
 
 
 def model(worker: Any) -> torch.nn.Module:
     runner = worker.model_runner
     return runner.get_model() if hasattr(runner, "get_model") else runner.model
+
+
+def model_device(worker: Any) -> torch.device:
+    return next(model(worker).parameters()).device
+
+
+def routers(worker: Any) -> dict[int, Any]:
+    """The router of each layer with experts, by the layer's number; None where this vLLM has no routers of their own
+    (before 0.15). Draft models are models of their own, so they are not here."""
+    found: dict[int, Any] = {}
+    for name, module in model(worker).named_modules():
+        router = getattr(module, "router", None)
+        if hasattr(router, "select_experts") or hasattr(module, "select_experts"):
+            number = int(_LAYER.search(f".{name}.")[1])
+            assert found.setdefault(number, router) is router, f"layer {number} has two routers"
+    return found
+
+
+def returns_routes(worker: Any) -> bool:
+    """Whether a server was started with --enable-return-routed-experts (0.32; before: of the model's config)."""
+    config = worker.vllm_config
+    places = (getattr(config, "aux_output_config", None), config.model_config)
+    return any(getattr(place, "enable_return_routed_experts", False) for place in places)
+
+
+def own_rows(ids: torch.Tensor) -> torch.Tensor:
+    """The rows `[T, k]` of this engine's tokens, of what a router chose. Called inside a step.
+
+    ids: `[rows, k]`. Engines that share experts route together (vLLM 0.32, routed_experts_capturer.py): rows of all
+    engines; the same with each engine's rows padded and divided among its ranks; this engine's rows; or this rank's
+    share of them.
+    """
+    from vllm.distributed.parallel_state import get_dp_group
+    from vllm.forward_context import get_forward_context
+
+    engines = get_forward_context().dp_metadata
+    if engines is None:
+        return ids
+    counts, place = engines.num_tokens_across_dp_cpu.tolist(), get_dp_group().rank_in_group
+    own, shares, group = counts[place], getattr(engines, "local_sizes", None) or [], tp_group()
+    if len(ids) == own:
+        return ids
+    if len(ids) == sum(counts):
+        return ids[sum(counts[:place]) :][:own]
+    if len(ids) == sum(shares):
+        return ids[sum(shares[: place * len(shares) // len(counts)]) :][:own]
+    assert len(ids) == -(-own // group.world_size), (len(ids), counts, shares, group.world_size)
+    return group.all_gather(ids, dim=0)[:own]
+
+
+def kv_slots(worker: Any) -> tuple[int, int, int]:
+    """Of the KV cache: a group of layers with full attention, the tokens of its block, and the number of slots. Raises
+    ValueError for a model whose layers all forget tokens."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = worker.model_runner.kv_cache_config
+    for number, group in enumerate(config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        first = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+        if isinstance(first, FullAttentionSpec):
+            return number, spec.block_size, spec.block_size * config.num_blocks
+    kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups}))
+    raise ValueError(
+        f"routes cannot be recorded: the KV cache of this model has no layer with full attention, but {kinds}; do not "
+        "record routes of it"
+    )
+
+
+def step_slots(worker: Any, group: int, tokens: int) -> torch.Tensor:
+    """`[tokens]` slots of the KV cache that the last step wrote, in the order of its rows; -1: none."""
+    runner = worker.model_runner
+    if hasattr(runner, "block_tables"):  # vLLM's second model runner
+        return runner.block_tables.slot_mappings[group, :tokens]
+    mapping = runner.input_batch.block_table[group].slot_mapping
+    return getattr(mapping, "gpu", mapping)[:tokens]
 
 
 def parameters(worker: Any) -> dict[str, torch.Tensor]:

@@ -34,13 +34,14 @@ from mindspeed_rl_plugin.engine.hf_config import for_engine, write_config
 from mindspeed_rl_plugin.engine.options import VllmOptions, engine_arguments, needs_tokenizer, prompt_of
 from mindspeed_rl_plugin.engine.process_state import ProcessState
 from mindspeed_rl_plugin.engine.rollout_engine import ENGINE_PARTS
+from mindspeed_rl_plugin.engine.routes import ROUTES, RouteRecorder, RouteSizes, continued, routes_of
 from mindspeed_rl_plugin.engine.vllm_memory import HostMemory, PoolMemory, free_share
 from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host import engine_env, vllm_live
 from mindspeed_rl_plugin.host.torch_originals import demand_compile
 from mindspeed_rl_plugin.processes import scratch
 from mindspeed_rl_plugin.ranks import HardDeadline
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest
+from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Running:
     tokens: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
+    name: str = ""  # vLLM's own, which may have a suffix
     late: int = 0  # how many of the next tokens come from steps that began before the newest weights
 
     @classmethod
@@ -112,13 +114,21 @@ class VllmEngine:
             arguments = engine_arguments(options, self._device.kind, directory)
             if "disable_custom_all_reduce" in arguments:
                 say("expandable_segments:True: the engine uses NCCL's all-reduce, not vLLM's own")
-            self._engine = vllm_api.build(arguments)
+            self._routes: RouteRecorder | None = None
+            if options.record_routes:
+                sizes = RouteSizes.of(options.config)
+                self._routes = RouteRecorder(sizes, arguments["max_num_batched_tokens"])
+            self._engine = vllm_api.build(arguments, self._routes and self._routes.bind)
         self.eager = arguments["enforce_eager"]  # whether it captured no graphs
         self._worker = vllm_api.worker(self._engine)
         vllm_api.demand_plain_experts(self._worker)
         vllm_api.demand_base_format(self._worker, self._device)
         if not self._device.is_cpu:
             _say_graphs(vllm_api.captured_graphs())
+        if self._routes is not None:
+            with self._process.lent():
+                vllm_api.dummy_step(self._engine)
+            self._routes.attach(self._worker)
         self.processed = vllm_api.demand_processed_logprobs(self._worker)
         self._request_seeds = self._device.is_cpu or options.request_seeds or vllm_api.has_batched_seeds(self._worker)
         self._memory = self._make_memory() if options.sleep_mode else None
@@ -141,8 +151,8 @@ class VllmEngine:
             # salt. The version is no safe salt: an engine may get an old version again, while responses in flight
             # still fill blocks under the salt of their start.
             prompt = {"prompt_token_ids": prompt_of(request), "cache_salt": str(self._changes)}
-            self._engine.add_request(name, prompt, params)
             self._running[name] = Running.of(request)
+            self._running[name].name = self._engine.add_request(name, prompt, params) or name
 
     def poll(self, timeout: float) -> list[Completion]:
         end = time.monotonic() + timeout
@@ -175,8 +185,9 @@ class VllmEngine:
 
     def abort(self) -> list[Completion]:
         names = [*self._running]
+        aborted = [self._complete(name, "abort") for name in names]
         self._engine.abort_request(names)
-        return [self._complete(name, "abort") for name in names]
+        return aborted
 
     def parameters(self) -> dict[str, Tensor]:
         return vllm_api.parameters(self._worker)
@@ -203,6 +214,8 @@ class VllmEngine:
         self.version, self.digest = -1, None
         self._forget_prefixes()
         self._awake.clear()
+        if self._routes is not None:
+            self._routes.sleep()
         if self._memory is not None:
             with self._process.lent():
                 self._memory.sleep()
@@ -224,7 +237,7 @@ class VllmEngine:
                 self._memory.wake_up([part for part in ENGINE_PARTS if part not in self._awake])
             vllm_api.teardown(self._engine)
         self._limit.close()
-        self._engine = self._worker = self._memory = None
+        self._engine = self._worker = self._memory = self._routes = None
         self._running.clear()
 
     def _make_memory(self) -> HostMemory | PoolMemory:
@@ -243,6 +256,14 @@ class VllmEngine:
             )
         if begun is not None and len(begun.tokens) >= sampling.max_tokens:
             raise ValueError(f"{request.id}: all {sampling.max_tokens} tokens of the response are sampled already")
+        if self._routes is not None and begun is not None and begun.tokens:
+            old, length = routes_of(begun), len(prompt) + len(begun.tokens)
+            if old is None or len(old) != length:
+                raise ValueError(
+                    f"{request.id}: {'no' if old is None else len(old)} routes of the {length} tokens of prompt and "
+                    "begun response, but this engine records routes; continue only responses that an engine with "
+                    "record_routes began, or begin this one again"
+                )
         plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
         if not (plain or self.processed):
             raise ValueError(
@@ -279,7 +300,17 @@ class VllmEngine:
         if not all(map(math.isfinite, done.logps)):
             raise RuntimeError(f"response {sample} has a log-prob that is not finite; were weights written?")
         segments = tuple(done.segments) or ((0, self.version),)
-        return Completion(sample, tuple(done.tokens), tuple(done.logps), finish, segments)
+        columns = self._routed(done)
+        return Completion(sample, tuple(done.tokens), tuple(done.logps), finish, segments, columns=columns)
+
+    def _routed(self, done: Running) -> dict[str, Column]:
+        """The column of routes, if they are recorded; a response without a token has none."""
+        if self._routes is None or not done.tokens:
+            return {}
+        old, length = routes_of(done.request.begun), len(done.request.prompt_tokens) + len(done.tokens)
+        if old is None or len(old) < length:
+            old = continued(old, self._routes.routes(done.name, length))
+        return {ROUTES: Ragged.from_rows([old])}
 
     def _expired(self, end: float) -> bool:
         """Whether the time is up, agreed by all ranks of the engine every AGREE_EVERY steps.

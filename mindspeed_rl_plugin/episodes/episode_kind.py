@@ -86,7 +86,7 @@ class EpisodeKind(ResponseKind):
             tools=[(0, 0)] * len(self.tools),
             failed=False,
         )
-        return dataclasses.replace(completion, columns=columns)
+        return dataclasses.replace(completion, columns={**completion.columns, **columns})
 
     def prompt_lengths(self, rows: Rows) -> tuple[Tensor, Tensor]:
         return rows["prompt_length"], ~rows["environment_began"].bool()

@@ -8,9 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
+from mindspeed_rl_plugin.engine.routes import ROUTES, continued, routes_of
 from mindspeed_rl_plugin.episodes.environments import Reply
 from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, episode_row
-from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged, SampleId
 
 
 @dataclass(eq=False)
@@ -26,6 +29,7 @@ class EpisodeState:
     segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
     turns: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
     partial: Completion | None = None  # the interrupted turn, if any
+    routes: Tensor | None = None  # of prompt and tokens (`engine.routes`); tokens between turns have the next turn's
 
     asked: Sequence[Mapping[str, Any]] = ()  # messages of the data, or its prompt as a user's message
     conversation: list[dict[str, Any]] = field(default_factory=list)
@@ -42,6 +46,8 @@ class EpisodeState:
         self.turns.append((start, start + len(turn.tokens)))
         self.tokens += turn.tokens
         self.logps += turn.logps
+        if (routes := routes_of(turn)) is not None:
+            self.routes = continued(self.routes, routes)
         self.partial, self.waits = None, True
 
     def sees(self, tokens: Sequence[int]) -> None:
@@ -82,7 +88,8 @@ class EpisodeState:
     # on the first rank
 
     def _columns(self) -> dict[str, Column]:
-        return episode_row(
+        routes = {} if self.routes is None else {ROUTES: Ragged.from_rows([self.routes])}
+        return routes | episode_row(
             self.prompt,
             self.request.prompt_tokens,
             self.turns,

@@ -7,7 +7,9 @@ which weights sampled which tokens.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import itertools
 import queue
 import secrets
@@ -16,12 +18,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.engine.options import prompt_of, sampling_fields
+from mindspeed_rl_plugin.engine.routes import ROUTES, RouteSizes, after_first, checked, continued, routes_of
 from mindspeed_rl_plugin.generators.vllm_server import ASK_SECONDS, GENERATE_PATH, VllmServer
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged, SampleId
 from mindspeed_rl_plugin.weights.pull import Applied, Pulled
 
 ABORT_AGAIN_SECONDS = 0.2  # between two aborts; the second is for requests that came after the first
@@ -34,13 +39,14 @@ SERVER_ERRORS = (ConnectionError, RuntimeError, TimeoutError, ValueError)  # of 
 class ServerEngine:
     """The part of `Engine` that `EngineLoop` needs, on top of a server that works only for this job.
 
-    eos: ids that end every response that does not ignore them; seeds: whether each request has its own seed.
+    eos: ids that end every response that does not ignore them; seeds: whether each request has its own seed; routes:
+    of the model if responses have routes.
     """
 
     replica, replicas, leader, shares_experts = 0, 1, True, False
 
-    def __init__(self, server: VllmServer, eos: Sequence[int], seeds: bool) -> None:
-        self.server, self._eos, self._seeds = server, tuple(eos), seeds
+    def __init__(self, server: VllmServer, eos: Sequence[int], seeds: bool, routes: RouteSizes | None = None) -> None:
+        self.server, self._eos, self._seeds, self._routes = server, tuple(eos), seeds, routes
         self.version, self.progress = -1, time.monotonic()
         self.digest: str | None = None
         self._changes = 0  # how often the weights have changed
@@ -121,16 +127,19 @@ class ServerEngine:
                 "cache_salt": f"{self._salt} {changes}",  # so no prefix is used that older weights have computed
             }
             answer = self.server.ask(GENERATE_PATH, body, seconds=self.server.deadline)
-            self._done.put(completion(request, answer["choices"][0], version))
+            self._done.put(completion(request, answer["choices"][0], version, self._routes))
         except TimeoutError as error:
             self._done.put(TimeoutError(f"{error} (--rl-wait-timeout); raise it, or lower --rl-max-response-length"))
         except Exception as error:  # noqa: BLE001 - raised in the main thread, which would else wait for ever
             self._done.put(error)
 
 
-def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) -> Completion:
+def completion(
+    request: GenerateRequest, choice: Mapping[str, Any], asked: int, routes: RouteSizes | None = None
+) -> Completion:
     """A response, with the part that was sampled before an interruption. choice: of the server's answer; asked: version
-    of the server's weights at the request. Raises RuntimeError for a response that cannot be trained on."""
+    of the server's weights at the request; routes: of the model if the response has routes. Raises RuntimeError for a
+    response that cannot be trained on."""
     begun = request.begun or Completion(request.id, (), (), "abort", ())
     tokens, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or []
     who = f"response {tuple(request.id)} of the server"
@@ -158,7 +167,25 @@ def completion(request: GenerateRequest, choice: Mapping[str, Any], asked: int) 
         (*begun.logps, *logps),
         choice["finish_reason"],
         tuple(merged) or ((0, asked),),
+        columns={} if routes is None or not tokens else _routed(request, choice, len(tokens), routes, who),
     )
+
+
+def _routed(
+    request: GenerateRequest, choice: Mapping[str, Any], tokens: int, sizes: RouteSizes, who: str
+) -> dict[str, Column]:
+    """The column of routes. The server sends an array [tokens - 1, all layers, k] as base64 of a .npy file, with zeros
+    for layers without experts (vLLM 0.32, scale_out/token_in_token_out/protocol.py)."""
+    text, length = choice.get("routed_experts"), len(prompt_of(request)) + tokens
+    array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) if text else np.empty((0, 0, 0))
+    if len(array) != length - 1 or array.shape[1] <= sizes.layers[-1] or array.shape[2] != sizes.k:
+        raise RuntimeError(
+            f"{who} has routes of {[*array.shape]} [tokens, layers, experts a token], not of [{length - 1}, over "
+            f"{sizes.layers[-1]}, {sizes.k}]; start the server with --enable-return-routed-experts"
+        )
+    rows = torch.from_numpy(array[:, list(sizes.layers)].astype(np.int16)).to(sizes.dtype)
+    column = continued(routes_of(request.begun), after_first(checked(rows, who)))
+    return {ROUTES: Ragged.from_rows([column])}
 
 
 class ServerWeights:

@@ -125,6 +125,7 @@ class ServerWorker:
                 seeds=get_device().is_cpu or vllm_api.has_batched_seeds(self),
                 pipeline=parallel.pipeline_parallel_size,
                 replicas=parallel.data_parallel_size,
+                routes=vllm_api.returns_routes(self),
                 held=guest.held if (guest := getattr(self, "_rl_guest", None)) else "",
             )
         )

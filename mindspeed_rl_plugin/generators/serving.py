@@ -12,6 +12,7 @@ from typing import Any
 from mindspeed_rl_plugin.engine.engine_sizes import kv_cache_problems
 from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
+from mindspeed_rl_plugin.engine.routes import RouteSizes
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.environment import launch_env, say
 from mindspeed_rl_plugin.episodes.episode_kind import with_environments
@@ -90,10 +91,16 @@ def _at_url(
     url: str, address: str, secret: str, job: Description, options: VllmOptions
 ) -> tuple[Engine, ServerWeights, int]:
     """As `_built`, with a server as the engine. This process is alone in the default group."""
+    if options.record_routes and job.inflight == "recompute":
+        raise ValueError(
+            f"the server at {url} returns no routes of an aborted response, and --rl-inflight recompute aborts; give "
+            "--rl-inflight keep or drain, or engines of the job's own (--rl-generators)"
+        )
     server = VllmServer(url, job.deadline)
     workers = server.check()
     check_served(url, workers[0], job.engine, bool(job.sampling.stop))
-    engine = ServerEngine(server, options.eos_token_ids, workers[0].seeds or options.request_seeds)
+    routes = RouteSizes.of(options.config) if options.record_routes else None
+    engine = ServerEngine(server, options.eos_token_ids, workers[0].seeds or options.request_seeds, routes)
     weights = ServerWeights(server, address, read_secret(secret), [one.machine for one in workers], engine.lose)
     return engine, weights, min(options.max_running, workers[0].max_running)
 

@@ -41,6 +41,7 @@ class Served:
     seeds: bool  # whether a request may have its own seed at no cost
     pipeline: int  # pipeline parallel size
     replicas: int  # data parallel size
+    routes: bool = False  # whether responses come with the experts of each token
     held: str = ""  # why the server is not free, with the job that uses it; "": it is free
 
 
@@ -154,6 +155,8 @@ def problems(served: Served, job: VllmOptions, stops: bool) -> Iterator[str]:
             f"its weights are {served.dtype}, the job's {job.dtype} (--rl-engine-dtype); start it with --dtype "
             f"{job.dtype}"
         )
+    if job.record_routes and not served.routes:
+        yield "its responses do not say which experts they used; start it with --enable-return-routed-experts"
     if stops and not served.tokenizer:
         yield "--rl-stop needs text, but the server has no tokenizer; start it without --skip-tokenizer-init"
     for size, flag in ((served.pipeline, "--pipeline-parallel-size"), (served.replicas, "--data-parallel-size")):

@@ -31,7 +31,7 @@ from mindspeed_rl_plugin.engine.options import VllmOptions
 from mindspeed_rl_plugin.generators.description import JOB, TRAINER_WEIGHTS, Description
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel
 from mindspeed_rl_plugin.processes import machine
-from mindspeed_rl_plugin.rows import Sampling
+from mindspeed_rl_plugin.rows import GenerateRequest, Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, write_secret
 from mindspeed_rl_plugin.service.job_service import JobService, called
@@ -197,6 +197,33 @@ REFUSED = {  # what is said of it -> columns of two right rows, changed
     "'ids' is [2, 2]": dict(ids=NINE),
     "'ids' is [2, 3], torch.float32": dict(ids=torch.zeros(2, 3)),
 }
+
+
+def test_a_job_that_replays_routes_needs_those_of_each_token() -> None:
+    config = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    config |= dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=60, intermediate_size=8)
+    engine = replace(DESCRIPTION.engine, config=config | {"moe_intermediate_size": 8}, record_routes=True)
+    client, ids = object.__new__(Client), (SampleId(0, 0, 0),)
+    client._job = replace(DESCRIPTION, engine=engine)
+    client._taken = {ids[0]: (None, GenerateRequest(ids[0], (5,), Sampling(4), 1))}
+    two = {"response": Ragged.from_rows([torch.tensor([7, END])]), "logps": Ragged.from_rows([torch.zeros(2)])}
+    routes = torch.tensor([[[0, 0]], [[1, 2]], [[7, 3]]])
+
+    def given(rows: torch.Tensor | None) -> Rows:
+        more = {} if rows is None else {"routes": Ragged.from_rows([rows])}
+        return Rows(ids, {**two, "version": torch.tensor([0]), **more})
+
+    client._check(given(routes))
+    column = client._completion(given(routes), 0).columns["routes"]
+    assert column.values.dtype == torch.uint8 and column.row(0).tolist() == routes.tolist()
+    wrong = {"routes are needed": None, "give [1, 2]": routes[..., :1], "has 2 routes; give 3": routes[1:]}
+    wrong |= {"no ids below 8": routes + routes.bool(), "entry 0 has zeros": routes.flip(0)}
+    for text, rows in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(text)):
+            client._check(given(rows))
+    client._job = DESCRIPTION
+    with pytest.raises(ValueError, match="routes are not allowed in this job"):
+        client._check(given(routes))
 
 
 def test_rows_that_the_job_cannot_take_are_refused_there_and_it_goes_on(trainers, job) -> None:

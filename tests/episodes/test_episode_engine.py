@@ -5,15 +5,31 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_parts import CLOSE, COUNTED, FIELDS, LIMITS, PROMPT, SAYS, World, echo, over, requests_of, told, whole
+import torch
+from engine_parts import (
+    CLOSE,
+    COUNTED,
+    FIELDS,
+    LIMITS,
+    PROMPT,
+    SAYS,
+    Engine,
+    World,
+    echo,
+    over,
+    requests_of,
+    told,
+    whole,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
 from mindspeed_rl_plugin.engine.rollout_engine import generate
+from mindspeed_rl_plugin.engine.routes import continued, routes_of
 from mindspeed_rl_plugin.episodes.environments import EpisodeError, MalformedCall, Reply, ToolCall, Turn, Unread
 from mindspeed_rl_plugin.episodes.episode_state import turn_seed
-from mindspeed_rl_plugin.rows import Completion, SampleId
+from mindspeed_rl_plugin.rows import Completion, Ragged, SampleId
 
 pytestmark = pytest.mark.quick
 
@@ -37,6 +53,42 @@ def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:
         assert all((logp == 0) == (place not in sampled) for place, logp in enumerate(completion.logps))
         seen = [completion.tokens[place] for place in range(len(completion.tokens)) if place not in sampled]
         assert seen == ([ord(letter) for letter in "xyz"] if len(turns) == 2 else [])
+
+
+def test_routes_are_those_of_the_pass_that_first_read_a_token() -> None:
+    """An observation has those of the next turn's pass, and so has the last token before it; interrupted turns keep
+    theirs."""
+    passes: dict[SampleId, list[int]] = {}  # length of a row after each pass of the model
+
+    class Routed(Engine):
+        """The expert of a token is the number of the pass that computed it."""
+
+        def _take(self, sample: SampleId, finish: str) -> Completion:
+            request = self.queue[sample][0]
+            turn, mine = super()._take(sample, finish), passes.setdefault(sample, [])
+            if not turn.tokens:
+                return turn
+            mine.append(len(request.prompt_tokens) + len(turn.tokens))
+            routes = continued(routes_of(request.begun), torch.full((mine[-1], 1, 1), len(mine)))
+            return replace(turn, columns={"routes": Ragged.from_rows([routes])})
+
+    def on(episode: SampleId, turn: Turn, number: int) -> Reply:
+        return Reply(episode, [{"role": "user", "content": "xyz"}], done=number == 3)
+
+    engine, requests, done = over(World(on)), requests_of(4, most=60), []
+    engine._engine = Routed()
+    engine.submit(requests)
+    for _ in range(6):  # also in the middle of a turn
+        done += engine.step_along(2)
+        stopped = {part.id for part in engine.abort()}
+        engine.submit([r for r in requests if r.id in stopped])
+    while len(done) < len(requests):
+        done += engine.poll(1)
+    for completion in done:
+        mine, got = passes[completion.id], completion.columns["routes"].row(0).flatten().tolist()
+        expected = [1 + sum(length <= place for length in mine) for place in range(len(whole(completion)))]
+        assert got == expected and set(got) >= {1, 2}
+    assert any(len(passes[c.id]) > len(c.turns) > 1 for c in done), "a turn was interrupted"
 
 
 def test_rewards_counts_and_conversation_are_those_of_the_turns() -> None:

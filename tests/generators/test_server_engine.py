@@ -1,18 +1,26 @@
 """A server as an engine: what it is asked, what its answers become, and which servers are refused. The server here
 speaks HTTP as vLLM's does, and samples nothing."""
 
+import base64
 import contextlib
+import io
 import json
+import re
 import socket
 import threading
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
+import torch
 
 import mindspeed_rl_plugin
 from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.routes import RouteSizes
+from mindspeed_rl_plugin.generators import serving
 from mindspeed_rl_plugin.generators.server_engine import ServerEngine, completion
 from mindspeed_rl_plugin.generators.vllm_server import (
     DEVELOPMENT,
@@ -27,7 +35,9 @@ from mindspeed_rl_plugin.generators.vllm_server import (
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 ALL = (*DEVELOPMENT, VERSIONS, GENERATE_PATH)
-SERVED = Served("m", mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1, "")
+SERVED = Served(
+    "m", mindspeed_rl_plugin.__version__, {}, "float32", "processed_logprobs", 24, 8, True, True, 1, 1, True, ""
+)
 JOB = VllmOptions({}, max_model_len=24)
 ID = SampleId(1, 2, 3)
 
@@ -164,6 +174,28 @@ def test_abort_gives_back_what_is_begun_and_keeps_what_has_ended(fake):
     assert fake.asked[-1][1]["sampling_params"]["max_tokens"] == 7
 
 
+def sent(rows) -> str:
+    """An array as the server sends it."""
+    file = io.BytesIO()
+    np.save(file, np.array(rows, dtype=np.uint8))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_routes_are_of_the_layers_with_experts_and_lie_behind_their_token():
+    sizes, asked = RouteSizes((1, 2), 8, 2), request((5, 6))
+    rows = [[[0, 0], [t, t + 1], [t + 2, t + 3]] for t in range(3)]
+    answer = choice([7, 8], [("4", 0, 2)]) | {"routed_experts": sent(rows)}
+    column = completion(asked, answer, 4, sizes).columns["routes"]
+    expected = [[[0, 0]] * 2, *([[t, t + 1], [t + 2, t + 3]] for t in range(3))]
+    assert len(column) == 1 and column.row(0).tolist() == expected and column.values.dtype == torch.uint8
+    assert completion(asked, answer, 4).columns == {}
+    wrong = {"[0, 0, 0]": None, "[2, 3, 2]": sent(rows[:2]), "[3, 2, 2]": sent(np.array(rows)[:, :2])}
+    wrong |= {"twice": sent(np.zeros((3, 3, 2)))}
+    for text, value in wrong.items():
+        with pytest.raises(RuntimeError, match=re.escape(text)):
+            completion(asked, answer | {"routed_experts": value}, 4, sizes)
+
+
 def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
     fake.held = {1}
     engine = engine_of(fake)
@@ -248,6 +280,12 @@ def test_what_is_no_address_is_refused(url):
         VllmServer(url, 20)
 
 
+def test_a_server_whose_responses_are_aborted_has_no_routes():
+    job = SimpleNamespace(inflight="recompute", deadline=1.0)
+    with pytest.raises(ValueError, match="give --rl-inflight keep or drain"):
+        serving._at_url("http://a:1", "h:1", "secret", job, replace(JOB, record_routes=True))
+
+
 QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 97}
 
 
@@ -260,6 +298,7 @@ QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms
         ({"max_model_len": 23}, "takes 23 tokens .* up to 24; start it with --max-model-len 24"),
         ({"dtype": "bfloat16"}, "start it with --dtype float32"),
         ({"tokenizer": False}, "start it without --skip-tokenizer-init"),
+        ({"routes": False}, "start it with --enable-return-routed-experts"),
         ({"pipeline": 2}, "--pipeline-parallel-size 2"),
         ({"replicas": 2}, "--data-parallel-size 2"),
         ({"config": {**QWEN, "rms_norm_eps": 1e-6}}, "another model: rms_norm_eps: Megatron"),
@@ -267,7 +306,7 @@ QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms
     ],
 )
 def test_a_server_that_was_started_otherwise_is_refused(served, why):
-    fits, job = replace(SERVED, config=QWEN), replace(JOB, config=QWEN)
+    fits, job = replace(SERVED, config=QWEN), replace(JOB, config=QWEN, record_routes=True)
     check_served("http://a:1", fits, job, stops=True)
     with pytest.raises(ValueError, match=why):
         check_served("http://a:1", replace(fits, **served), job, stops=True)

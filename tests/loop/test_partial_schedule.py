@@ -1,16 +1,18 @@
 """A round of partial rollouts, with stages by hand; prompts whose responses were long come first."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mindspeed_rl_plugin.loop.schedules import partial
 from mindspeed_rl_plugin.loop.schedules.in_flight import InFlight
 from mindspeed_rl_plugin.loop.schedules.longest_first import LongestFirst
 from mindspeed_rl_plugin.loop.schedules.partial import PartialSchedule
 from mindspeed_rl_plugin.loop.schedules.schedule import SyncSchedule
-from mindspeed_rl_plugin.rows import Completion, Prompt, SampleId
+from mindspeed_rl_plugin.rows import Completion, Prompt, Ragged, SampleId
 from mindspeed_rl_plugin.stages.stage import Stages
 
 pytestmark = pytest.mark.quick
@@ -103,6 +105,11 @@ def test_what_is_dropped_is_counted_whether_it_was_finished_or_not(monkeypatch) 
 def test_what_is_begun_comes_back_from_a_checkpoint_whole() -> None:
     begun = Completion(SampleId(3, 1, 0), (5, 6, 7), (-0.1, -0.2, -0.3), "abort", ((0, 4), (2, 5)))
     assert partial._unpacked(partial._packed(begun)) == begun
+    saved = partial._packed(replace(begun, columns={"routes": Ragged.from_rows([torch.arange(24).view(6, 2, 2)])}))
+    column = partial._unpacked(saved).columns["routes"]
+    assert len(column) == 1 and torch.equal(column.row(0), torch.arange(24).view(6, 2, 2))
+    del saved["columns"]  # of a checkpoint without routes
+    assert partial._unpacked(saved) == begun
 
 
 def prompts(*rows: int) -> list[Prompt]:

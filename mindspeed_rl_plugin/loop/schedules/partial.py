@@ -18,7 +18,7 @@ from mindspeed_rl_plugin.loop.schedules.schedule import Job, SyncSchedule
 from mindspeed_rl_plugin.loop.schedules.waiting import GradeWait
 from mindspeed_rl_plugin.monitor.names import Metric
 from mindspeed_rl_plugin.ranks import Stall
-from mindspeed_rl_plugin.rows import Completion, Group, SampleId
+from mindspeed_rl_plugin.rows import Completion, Group, Ragged, SampleId
 from mindspeed_rl_plugin.stages.grading import GradingThread
 from mindspeed_rl_plugin.stages.groups import GroupStats
 from mindspeed_rl_plugin.stages.measure import Rollout
@@ -176,13 +176,19 @@ class PartialSchedule(SyncSchedule):
 
 
 def _packed(completion: Completion) -> dict[str, Any]:
-    """A response in the form in which a checkpoint has it."""
+    """A response in the form in which a checkpoint has it. Its columns have one row each, which is saved."""
     tensors = {"tokens": torch.tensor(completion.tokens), "logps": torch.tensor(completion.logps, dtype=torch.float64)}
-    return {"id": list(completion.id), **tensors, "segments": list(map(list, completion.segments))}
+    columns = {name: column.row(0).clone() for name, column in completion.columns.items()}
+    segments = list(map(list, completion.segments))
+    return {"id": list(completion.id), **tensors, "segments": segments, "columns": columns}
 
 
 def _unpacked(saved: Mapping[str, Any]) -> Completion:
-    segments = tuple(map(tuple, saved["segments"]))
     return Completion(
-        SampleId(*saved["id"]), tuple(saved["tokens"].tolist()), tuple(saved["logps"].tolist()), "abort", segments
+        SampleId(*saved["id"]),
+        tuple(saved["tokens"].tolist()),
+        tuple(saved["logps"].tolist()),
+        "abort",
+        tuple(map(tuple, saved["segments"])),
+        columns={name: Ragged.from_rows([row]) for name, row in saved.get("columns", {}).items()},
     )
