@@ -12,8 +12,8 @@ from mindspeed_rl_plugin.engine import vllm_api
 build = vllm_api.build
 
 
-def built(arguments):
-    engine = build(arguments)
+def built(*given):
+    engine = build(*given)
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     routed = CPURouter._compute_routing

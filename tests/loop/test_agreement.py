@@ -79,11 +79,11 @@ CARRY = (
 )
 
 
-def test_ep2_with_partial_rollouts_and_a_resume(job, nothing_left, moe_model):
+def test_ep2_with_partial_rollouts_replayed_routes_and_a_resume(job, nothing_left, moe_model):
     """To one engine of two ranks. And the end leaves nothing behind: the engine was ended, not dropped."""
     spread = ("--expert-model-parallel-size", "2", "--rl-generate-tp", "2", "--rl-generate-ep", "2")
     flags = ("--train-iters", "6", *CARRY, *spread, "--rl-verify-weights", "--save-interval", "3")
-    run = job(*flags, script=IMPOSED, model=moe_model).dumping()
+    run = job(*flags, "--rl-router-replay", "rollout", script=IMPOSED, model=moe_model).dumping()
     run.stop_at(3)  # in the middle of a rollout
     state = read_state(str(run.save), 3)[0]["loop"]
     assert state["steps_left"] == 1 and state["making"]["begun"], "responses are begun, and go on"
@@ -95,6 +95,7 @@ def test_ep2_with_partial_rollouts_and_a_resume(job, nothing_left, moe_model):
     firsts = result.metrics[::2]
     assert max(line["segments/mean"] for line in firsts) > 1, "no response has parts of two versions"
     assert max(line["lag/max"] for line in firsts) == 1
+    assert all(line["router/differ"] < 1e-3 for line in firsts)
     run.check_trained(24, of_epoch=0)
 
 
