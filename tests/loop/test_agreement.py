@@ -95,7 +95,7 @@ def test_ep2_with_partial_rollouts_replayed_routes_and_a_resume(job, nothing_lef
     firsts = result.metrics[::2]
     assert max(line["segments/mean"] for line in firsts) > 1, "no response has parts of two versions"
     assert max(line["lag/max"] for line in firsts) == 1
-    assert all(line["router/differ"] < 1e-3 for line in firsts)
+    assert firsts[0]["router/differ"] < 1e-3  # later ones have parts that older weights sampled
     run.check_trained(24, of_epoch=0)
 
 
