@@ -34,3 +34,19 @@ def test_log_probs_agree_although_the_engine_chooses_other_experts(job, monkeypa
 def test_without_replay_they_do_not(job, monkeypatch, moe_model):
     result = run(job, monkeypatch, moe_model, *LAYOUTS["EP2"].split())
     assert all(line["logp_diff/max"] > 10 * AGREEMENT for line in result.metrics)
+
+
+@pytest.mark.slow
+def test_in_bfloat16_the_mismatch_at_least_halves(job, moe_model, plain_model):
+    """KL of the engine's policy to the trainer's; that of a dense model of the same sizes is the floor."""
+    flags = ("--train-iters", "2", "--bf16", "--rl-samples-per-prompt", "16", "--rl-rollout-prompts", "8")
+    flags += ("--global-batch-size", "128", "--init-method-std", "0.1")
+    jobs = {"without": (moe_model, ()), "with": (moe_model, REPLAY), "dense": (plain_model, ())}
+    kl = {}
+    for name, (model, more) in jobs.items():
+        result = job(*flags, *more, model=model, name=name).run(400)
+        kl[name] = [line["rollout/kl"] for line in result.metrics]
+        assert ("experts in bfloat16" in result.log) is (name == "without")
+    print(kl)
+    assert all(dense > 0 for dense in kl["dense"])
+    assert all(2 * after <= before for after, before in zip(kl["with"], kl["without"], strict=True)), kl
