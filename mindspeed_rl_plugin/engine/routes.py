@@ -84,7 +84,7 @@ def after_first(rows: Tensor) -> Tensor:
 
 
 @dataclass
-class _Held:
+class _HeldRoutes:
     """A request that vLLM knows."""
 
     kept: Tensor  # rows [t, M, K] on the host, from before vLLM computed its tokens again
@@ -105,7 +105,7 @@ class RouteRecorder:
     def __init__(self, sizes: RouteSizes, capacity: int) -> None:
         self._sizes, self._capacity = sizes, capacity
         self._heard: set[int] = set()  # layers whose callback was called
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _HeldRoutes] = {}
         self._rows: Tensor | None = None  # [slots + 1, M, K]; index -1, of rows without a slot, is the last
 
     def bind(self, worker: Any) -> None:
@@ -185,7 +185,7 @@ class RouteRecorder:
             blocks = self._rows[:-1].unflatten(0, (-1, self._block))
             blocks[target] = blocks[source]
         for new in scheduled.scheduled_new_reqs:  # or a request that was preempted
-            held = self._held.setdefault(new.req_id, _Held(self._none))
+            held = self._held.setdefault(new.req_id, _HeldRoutes(self._none))
             held.blocks = [*new.block_ids[self._group]]
             held.computed = new.num_computed_tokens + tokens[new.req_id]
         for request, more, before in zip(again.req_ids, again.new_block_ids, again.num_computed_tokens, strict=True):
@@ -202,7 +202,7 @@ class RouteRecorder:
         slots = vllm_api.step_slots(self._worker, self._group, tokens)
         self._rows[slots.long()] = self._staging[:, :tokens].transpose(0, 1)
 
-    def _recorded(self, held: _Held, count: int) -> Tensor:
+    def _recorded(self, held: _HeldRoutes, count: int) -> Tensor:
         """The first `count` rows of a request, on the host."""
         if count <= len(held.kept):
             return held.kept[:count]

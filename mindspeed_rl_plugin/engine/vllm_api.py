@@ -36,7 +36,7 @@ OPTIONAL_ARGUMENTS = (
 # Kernels that read expert weights in the order that vLLM declares. "OOT" are vllm-ascend's: the shapes of the weights
 # show whether it has transposed them.
 PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON", "CPU", "OOT")
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 _CHOSEN_KERNEL = re.compile(r"\w*(flashinfer|aiter)\w*_enabled")  # flags of kernels, before 0.14
 
 
@@ -238,7 +238,7 @@ def routers(worker: Any) -> dict[int, Any]:
     for name, module in model(worker).named_modules():
         router = getattr(module, "router", None)
         if hasattr(router, "select_experts") or hasattr(module, "select_experts"):
-            number = int(_LAYER.search(f".{name}.")[1])
+            number = int(_LAYER_NUMBER.search(f".{name}.")[1])
             assert found.setdefault(number, router) is router, f"layer {number} has two routers"
     return found
 

@@ -181,7 +181,7 @@ def make_engine(fake_vllm: FakeVllm, monkeypatch: pytest.MonkeyPatch) -> Callabl
         monkeypatch.setattr(vllm_engine.dist, "get_rank", lambda: rank)
         monkeypatch.setattr(vllm_engine.dist, "get_world_size", lambda: world)
         monkeypatch.setattr(vllm_engine, "_prepare", lambda *args: None)
-        monkeypatch.setattr(vllm_api, "build", lambda arguments: fake_vllm)
+        monkeypatch.setattr(vllm_api, "build", lambda arguments, loaded=None: fake_vllm)
         monkeypatch.setattr(vllm_api, "worker", lambda engine: engine)
         monkeypatch.setattr(vllm_api, "demand_plain_experts", lambda worker: None)
         monkeypatch.setattr(vllm_api, "captured_graphs", lambda: graphs)

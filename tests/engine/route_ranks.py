@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling
 
 VOCAB, LONGEST, LAYERS, K = 64, 160, 3, 2
+SLOTS = 416  # of the KV cache: for two or three long responses
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, num_attention_heads=2)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=LONGEST, tie_word_embeddings=False, initializer_range=0.1)
 SIZES |= dict(moe_intermediate_size=48, num_experts_per_tok=K, norm_topk_prob=True, rms_norm_eps=1e-6)
@@ -65,15 +66,15 @@ class Check:
     def __init__(self, folder: Path, family: str, tp: int, ep: int) -> None:
         self.reference = Reference(family, folder)
         latent = family.startswith("deepseek")
-        block, entry = (128, 576 * 4) if latent else (32, 2 * 2 * 32 * 4 // tp)
-        self.blocks = 6 if latent else 13
+        entry = 576 * 4 if latent else 2 * 2 * 32 * 4 // tp
+        self.prefixes = not latent  # vLLM's latent attention on a CPU caches none
         options = VllmOptions(
             self.reference.config,
             LONGEST,
             tp,
             ep,
             max_running=8,
-            kv_cache_bytes=self.blocks * LAYERS * block * entry,
+            kv_cache_bytes=SLOTS * LAYERS * entry,
             weights=str(folder),
             record_routes=True,
         )
@@ -130,7 +131,11 @@ def check_batch(check: Check) -> None:
         steps.clear()
         check.compare(check.run([again])[0], long.prompt_tokens)
     del check.engine._routes._move
-    assert steps[0] <= 140 - 128 + 128 * (check.engine.options.sharing > 1), steps  # the rest came from the cache
+    cached = (len(long.prompt_tokens) - 1) // check.engine._routes._block * check.engine._routes._block
+    assert steps[0] == len(long.prompt_tokens) - cached * check.prefixes, (
+        steps,
+        cached,
+    )  # a cached prefix is not computed
 
 
 def check_resume(check: Check) -> None:
@@ -186,7 +191,7 @@ def check_in_flight(check: Check) -> None:
         # What is before the first layer with experts knows nothing of the old weights.
         check.compare(part, r.prompt_tokens, max(before, 1), None, slice(0, 1))
         changed += bool(sampled)
-    assert 0 < changed < len(asked) or check.blocks > 5 * len(asked)
+    assert changed
 
 
 def main(folder: Path, family: str, tp: int, ep: int) -> None:
