@@ -144,6 +144,11 @@ def unpack_json(column: Ragged) -> list[object]:
     return [json.loads(bytes(r.tolist())) for r in column.rows()]
 
 
+def route_dtype(experts: int) -> torch.dtype:
+    """Of ids of so many experts; each token of a row has some for each layer with experts."""
+    return torch.uint8 if experts <= 256 else torch.int16
+
+
 def group_index(ids: Sequence[SampleId]) -> Tensor:
     """`[B]` int64: for each id the number of its group, counted from 0 in the order of `ids`."""
     seen: dict[tuple[int, int], int] = {}

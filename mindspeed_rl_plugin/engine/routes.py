@@ -21,10 +21,9 @@ from torch import Tensor
 from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.host.engine_env import vllm_version
 from mindspeed_rl_plugin.layout.layout import ModelShape
-from mindspeed_rl_plugin.rows import Completion
+from mindspeed_rl_plugin.rows import Completion, route_dtype
 
 ROUTES = "routes"
-SMALL_IDS = 256  # experts whose ids fit into uint8
 
 
 def continued(old: Tensor | None, new: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ class RouteSizes:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.uint8 if self.experts <= SMALL_IDS else torch.int16
+        return route_dtype(self.experts)
 
 
 def checked(rows: Tensor, who: str) -> Tensor:

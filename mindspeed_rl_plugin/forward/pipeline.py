@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_r
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-from mindspeed_rl_plugin.rows import Ragged, Rows
+from mindspeed_rl_plugin.rows import Ragged, Rows, route_dtype
 from mindspeed_rl_plugin.weights.offload import gathered
 from mindspeed_rl_plugin.weights.storages import unwrap
 
@@ -208,8 +208,7 @@ def compute_routed_logps(
         values = torch.stack([found[i, layer] for layer in layers], 1)
         if batch.tree is not None and len(values) == batch.tree.tokens.numel():
             values = values[batch.tree.at]
-        values = values.to(torch.uint8 if settings.experts <= 256 else torch.int16)
-        values = values.unflatten(0, batch.tokens.T.shape).transpose(0, 1)
+        values = values.to(route_dtype(settings.experts)).unflatten(0, batch.tokens.T.shape).transpose(0, 1)
         columns.append(to_rows(values, batch.lengths, packed=settings.packed))
     return logps, columns
 

@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.rows import (
     Sampling,
     digest_number,
     joined,
+    route_dtype,
     unpack_json,
 )
 from mindspeed_rl_plugin.stages.context import RankContext
@@ -123,8 +124,7 @@ def spec(kind: ResponseKind = ONE_TURN, routes: ColumnSpec | None = None) -> Sta
 def routes_column(layers: int, topk: int, experts: int) -> ColumnSpec:
     """Entry t + 1 has the logical ids of the `topk` of `experts` that token t chose, in each of the layers with experts
     in their order; entry 0 is 0. The last token is in no pass of the engine, and needs none."""
-    dtype = torch.uint8 if experts <= 256 else torch.int16
-    return ColumnSpec("routes", dtype, "token", ragged=True, trailing=(layers, topk))
+    return ColumnSpec("routes", route_dtype(experts), "token", ragged=True, trailing=(layers, topk))
 
 
 def requests_of(
