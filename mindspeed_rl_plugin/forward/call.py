@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.forward import layer_hooks, routes, tree_kernels
+from mindspeed_rl_plugin.forward import layer_hooks, router_replay, tree_kernels
 from mindspeed_rl_plugin.forward.carried import Carried
 from mindspeed_rl_plugin.forward.collate import MicroBatch
 from mindspeed_rl_plugin.forward.tree_kernels import Kernel, packed_seq_params
@@ -31,7 +31,7 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states; of a
     tree the output of its T tokens."""
     run = batch.tree or batch
-    if routes.records:
+    if router_replay.records:
         _install(model, batch)
     if batch.segments is None and batch.routes is None:
         return model(run.tokens, run.position_ids, batch.attention_mask)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.forward.routes import Routes
+from mindspeed_rl_plugin.forward.router_replay import Routes
 from mindspeed_rl_plugin.forward.tree import Branches
 
 _DTYPES = (torch.int64, torch.uint8, torch.int16, torch.bool)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.batching import padded
-from mindspeed_rl_plugin.forward.routes import Routes
+from mindspeed_rl_plugin.forward.router_replay import Routes
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.forward.tree import Branches, PrefixTree, plan_tree
 from mindspeed_rl_plugin.rows import Ragged, Rows

@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
-from mindspeed_rl_plugin.forward import routes
+from mindspeed_rl_plugin.forward import router_replay
 from mindspeed_rl_plugin.forward.carried import Carried
 from mindspeed_rl_plugin.forward.collate import causal_mask
 from mindspeed_rl_plugin.forward.settings import AUXILIARY
@@ -144,9 +144,9 @@ def _routing(
     whole = branches is None or not len(branches.at) or not _looks_at_all(router)
     if carried.routes is not None and layer is not None:
         at = None if whole else branches.at
-        routing = functools.partial(routes.replay, router, layer, routing, routes=carried.routes, at=at)
-    elif routes.records and layer is not None:
-        routing = functools.partial(routes.record, router, layer, routing)
+        routing = functools.partial(router_replay.replay, router, layer, routing, routes=carried.routes, at=at)
+    elif router_replay.records and layer is not None:
+        routing = functools.partial(router_replay.record, router, layer, routing)
     if whole:
         return routing(logits, *more, **named)
     parts, at, first = int(branches.queries[-1]) // len(logits), branches.at, branches.first

@@ -17,7 +17,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from mindspeed_rl_plugin.forward import routes
+from mindspeed_rl_plugin.forward import router_replay
 from mindspeed_rl_plugin.forward.call import call_model, swapped
 from mindspeed_rl_plugin.forward.collate import MicroBatch, collate, to_rows
 from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_rank
@@ -143,7 +143,7 @@ def run_forward_only(
 
     def forward_step(data_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(data_iterator).to(device)
-        routes.batch_index[0] = batch.index
+        router_replay.batch_index[0] = batch.index
         output = run_model(chunk, batch, settings if scored else None)
         if folded:
             _free(unwrap(chunk).decoder.input_tensor)
@@ -195,7 +195,7 @@ def compute_routed_logps(
 ) -> tuple[list[Ragged], list[Ragged]] | None:
     """As `compute_logps`, and for each micro-batch a ragged column `[L, layers with experts, K]` of the experts that
     each token chose: entry t + 1 has those of token t, entry 0 is 0."""
-    with routes.recording() as chosen:
+    with router_replay.recording() as chosen:
         logps = compute_logps(model, micro_batches, settings)
     group, own = parallel_state.get_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank() == 0
     every: list[Any] = [None] * group.size()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.nn import Module
 
-from mindspeed_rl_plugin.forward import ForwardSettings, routes
+from mindspeed_rl_plugin.forward import ForwardSettings, router_replay
 from mindspeed_rl_plugin.forward.pipeline import compute_logps, compute_routed_logps
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.rows import Ragged, Rows
@@ -45,7 +45,7 @@ class MegatronTrainer:
     def forward(self, micro_batches: Sequence[Rows]) -> list[Ragged] | None:
         logps = compute_logps(self.model, micro_batches, self.settings)
         if any("routes" in rows.columns for rows in micro_batches):
-            routes.check(self.settings.routed)
+            router_replay.check(self.settings.routed)
         return logps
 
     def forward_routed(self, micro_batches: Sequence[Rows]) -> tuple[list[Ragged], list[Ragged]] | None:

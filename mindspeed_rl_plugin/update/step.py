@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mindspeed_rl_plugin.algorithms import Algorithm, Totals
-from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, routes
+from mindspeed_rl_plugin.forward import ForwardSettings, MicroBatch, collate, router_replay
 from mindspeed_rl_plugin.forward.pipeline import (
     data_iterators,
     device_of,
@@ -159,7 +159,7 @@ class PolicyStep(MegatronStep):
         """See `to_metrics`."""
         metrics = to_metrics(self._reduced(SUM_COUNT), self._totals)
         if any(batch.routes is not None for batch in self._batches):
-            metrics |= routes.differences(self.settings.routed)
+            metrics |= router_replay.differences(self.settings.routed)
         return metrics if self.algorithm.needs_reference else {k: v for k, v in metrics.items() if k != "kl/ref"}
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> tuple:

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  #
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # noqa: E402
 
-from mindspeed_rl_plugin.forward import ForwardSettings, collate, routes  # noqa: E402
+from mindspeed_rl_plugin.forward import ForwardSettings, collate, router_replay  # noqa: E402
 from mindspeed_rl_plugin.forward.pipeline import compute_logps, data_iterators, head_of, run_model  # noqa: E402
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId  # noqa: E402
 
@@ -195,8 +195,8 @@ def check(case):
     assert all(value.isfinite().all() for value in (*want.values(), *tree.values()))
     worst = {n: float((tree[n] - one).abs().max() / one.abs().max().clamp_min(1e-300)) for n, one in want.items()}
     if "routes" in case:
-        assert sorted(routes.tallies) == sorted({*range(LAYERS)} & routes.tallies.keys()) != []
-        routes.tallies.clear()
+        assert sorted(router_replay.tallies) == sorted({*range(LAYERS)} & router_replay.tallies.keys()) != []
+        router_replay.tallies.clear()
         if dist.get_world_size() == 1:
             chosen = [Rows(rows.ids, {n: c for n, c in rows.columns.items() if n != "routes"}) for rows in batches]
             alone = step(model, [rows.select([one]) for rows in chosen for one in rows.ids], settings())

@@ -130,7 +130,6 @@ def test_owners_of_a_former_start_on_several_machines() -> None:
             ("--rl-max-tokens-per-microbatch", "64", "--rl-share-prompts"),
             "--rl-share-prompts was None, now True: .* iteration 4",
         ),
-        ((), ("--rl-router-replay", "old"), "--rl-router-replay was None, now old: .* iteration 4"),
         ((), ("--rl-ppo-epochs", "2"), "1 optimizer steps left, and --rl-ppo-epochs was 1, now 2: .* iteration 4"),
     ],
 )

@@ -126,7 +126,7 @@ def ask_trainer(
 
     from mindspeed_rl_plugin.forward import collate
     from mindspeed_rl_plugin.forward.pipeline import compute_logps
-    from mindspeed_rl_plugin.forward.routes import tallies
+    from mindspeed_rl_plugin.forward.router_replay import tallies
     from mindspeed_rl_plugin.loop.run import current
 
     settings, row = dataclasses.replace(current().inputs.forward, temperature=1.0), torch.tensor(tokens)

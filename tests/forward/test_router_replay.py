@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-from mindspeed_rl_plugin.forward import ForwardSettings, collate, routes
+from mindspeed_rl_plugin.forward import ForwardSettings, collate, router_replay
 from mindspeed_rl_plugin.forward.collate import _parts
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
@@ -22,9 +22,9 @@ OPTIONS = {
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    monkeypatch.setattr(routes, "tallies", {})
-    monkeypatch.setattr(routes, "_checked", [])
-    monkeypatch.setattr(routes, "unchecked", dict.fromkeys(routes.PARTS, 0))
+    monkeypatch.setattr(router_replay, "tallies", {})
+    monkeypatch.setattr(router_replay, "_checked", [])
+    monkeypatch.setattr(router_replay, "unchecked", dict.fromkeys(router_replay.PARTS, 0))
 
 
 def drawn(count, seed=0):
@@ -39,8 +39,8 @@ def router_of(layer=0):
 def replayed(routing, ids, given=None, logits=None, layer=0, router=None):
     """ids: `[LAYERS, TOKENS, TOPK]`."""
     part = torch.ones(TOKENS, dtype=torch.uint8) if given is None else given.to(torch.uint8)
-    its = routes.Routes(ids.to(torch.uint8), part, 1)
-    return routes.replay(router or router_of(layer), layer, routing, logits, routes=its, at=None)
+    its = router_replay.Routes(ids.to(torch.uint8), part, 1)
+    return router_replay.replay(router or router_of(layer), layer, routing, logits, routes=its, at=None)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -90,14 +90,14 @@ def rollout(change=lambda ids: ids, agree=0.98, layers=LAYERS, part=None):
     ids = change(own)
     for layer in range(layers):
         replayed(lambda x: core(x, TOPK), ids, part, logits=logits[layer], layer=layer)
-    return routes.differences(tuple(range(2, 2 + layers)))
+    return router_replay.differences(tuple(range(2, 2 + layers)))
 
 
 def test_a_rollout_s_routes_are_counted_by_layer():
     metrics = rollout()
     assert 0.01 < metrics["router/differ"] < 0.03
     assert metrics.keys() == {"router/differ", "router/differ/2", "router/differ/3", "router/differ/4"}
-    assert routes.tallies == {}
+    assert router_replay.tallies == {}
     assert rollout(lambda ids: ids.roll(1, 1))["router/differ"] > 0.5, "only the first rollout is checked"
 
 
@@ -130,7 +130,7 @@ def test_parts_after_an_interruption_are_checked_by_themselves():
 def test_few_tokens_are_checked_as_soon_as_there_are_more():
     part = torch.where((torch.arange(TOKENS) % 10) == 5, 2, 1)
     part[:300] = part[:300].clamp(max=1)
-    assert rollout(unread, part=part)["router/differ"] > 0.05 and len(routes.unchecked) == 2
+    assert rollout(unread, part=part)["router/differ"] > 0.05 and len(router_replay.unchecked) == 2
     rollout(unread, part=part)
     with pytest.raises(ValueError, match="layer 2 of the first token after an interruption agree"):
         rollout(unread, part=part)
@@ -157,9 +157,9 @@ def test_routes_of_something_else_are_refused(wrong):
 def test_skewed_experts_prove_nothing():
     """Where nearly all tokens choose the same experts, those of other tokens agree too: that is no reason to refuse."""
     counts = [1000, 0, 960, 955, 1000, 955]
-    routes._check("where", *counts)
+    router_replay._check("where", *counts)
     with pytest.raises(ValueError, match="at least 0.850"):
-        routes._check("where", 1000, 0, 840, 700, 100, 100)
+        router_replay._check("where", 1000, 0, 840, 700, 100, 100)
 
 
 @pytest.mark.parametrize(
