@@ -33,7 +33,7 @@ _OTHER_ATTENTION = {
     "softmax_type": "attention sinks",
 }
 # The same where hooks of layers are needed, by which they know branches of trees and given experts.
-_OUTSIDE = {
+_OUTSIDE_OF_LAYERS = {
     "moe_fb_overlap": "runs parts of a layer outside of its forward pass",
     "overlap_moe_expert_parallel_comm": "runs parts of a layer outside of its forward pass",
     "moe_zero_memory": "runs parts of a layer outside of its forward pass",
@@ -148,7 +148,7 @@ def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
     shared, experts = config.forward.share_prompts, getattr(args, "num_experts", None)
     if not flag:
         return
-    names = _OTHER_ATTENTION | (_OUTSIDE | _CAPACITY if shared else {})
+    names = _OTHER_ATTENTION | (_OUTSIDE_OF_LAYERS | _CAPACITY if shared else {})
     if engine and not (shared or mindspeed):  # TransformerEngine has windows and sinks of packed rows
         names = {name: what for name, what in names.items() if "window" not in what and "sink" not in what}
     yield from _do_not_fit(args, flag, names | (_experts_outside(args) if shared and experts else {}))
@@ -195,7 +195,7 @@ def router_replay(args: Any, config: RLConfig) -> Iterator[str]:
     if getattr(args, "moe_router_fusion", False):
         yield f"{flag}: --moe-router-fusion chooses experts inside a kernel; remove one of them"
     hybrid = {name: what for name, what in _OTHER_ATTENTION.items() if "state" in what}
-    yield from _do_not_fit(args, flag, hybrid | _OUTSIDE | _experts_outside(args))
+    yield from _do_not_fit(args, flag, hybrid | _OUTSIDE_OF_LAYERS | _experts_outside(args))
 
 
 def _experts_outside(args: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mindspeed_rl_plugin.forward.router_replay import Routes
 from mindspeed_rl_plugin.forward.tree import Branches
 
-_DTYPES = (torch.int64, torch.uint8, torch.int16, torch.bool)
+_CARRIED_DTYPES = (torch.int64, torch.uint8, torch.int16, torch.bool)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Carried:
         routes = [] if self.routes is None else [self.routes.ids, self.routes.part]
         rows = 0 if self.routes is None else self.routes.rows
         parts = [torch.tensor([self.causal, len(branches), rows]), *branches, *routes]
-        head = [(_DTYPES.index(part.dtype), part.dim(), *part.shape) for part in parts]
+        head = [(_CARRIED_DTYPES.index(part.dtype), part.dim(), *part.shape) for part in parts]
         flat = torch.tensor([len(parts), *(n for each in head for n in each)])
         return torch.cat([_padded(part) for part in (torch.tensor([len(flat)]), flat, *parts)])
 
@@ -40,7 +40,7 @@ class Carried:
         head, at = mask[8 : 8 * (size + 1)].view(torch.int64).tolist(), 8 * (size + 1)
         parts, numbers = [], iter(head[1:])
         for _ in range(head[0]):
-            dtype, shape = _DTYPES[next(numbers)], [next(numbers) for _ in range(next(numbers))]
+            dtype, shape = _CARRIED_DTYPES[next(numbers)], [next(numbers) for _ in range(next(numbers))]
             used = math.prod(shape) * dtype.itemsize
             parts.append(mask[at : at + used].view(dtype).reshape(shape))
             at += used + -used % 8

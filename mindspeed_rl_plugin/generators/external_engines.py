@@ -62,7 +62,8 @@ def check_servers(config: RLConfig, model: Mapping[str, Any], dtype: str) -> Ite
         except (ValueError, OSError, RuntimeError) as error:
             yield f"--rl-engine-url: {error}"
         else:
-            job = VllmOptions(model, max_model_len=most, dtype=dtype or served.dtype)
+            routes = config.forward.router_replay == "rollout"
+            job = VllmOptions(model, max_model_len=most, dtype=dtype or served.dtype, record_routes=routes)
             yield from (f"--rl-engine-url {url}: {why}" for why in problems(served, job, bool(config.rollout.stop)))
 
 
