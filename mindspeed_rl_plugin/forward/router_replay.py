@@ -27,13 +27,13 @@ CHECKED = 100  # least number of slots of a layer
 LEAST = 0.8  # smallest share of a layer's routes that must be those that the trainer's router would choose
 SKEWED = 0.9  # a control that agrees more proves nothing: most tokens choose the same experts
 FIX = "remove --rl-router-replay, and report this router"
-COUNTED = ("slots", "doubled", "equal", *CONTROLS)
+ROUTE_COUNTS = ("slots", "doubled", "equal", *CONTROLS)
 
 records: list[dict[tuple[int, int], Tensor]] = []  # of the pass that records, if any
 batch_index = [0]  # of the micro-batch that the pass runs now
-# number of a layer with experts -> `[PARTS, COUNTED]` int64, since `differences` took them
+# number of a layer with experts -> `[PARTS, ROUTE_COUNTS]` int64, since `differences` took them
 tallies: dict[int, Tensor] = {}
-_checked: list[Tensor] = []  # `[layers, COUNTED]` of passes since `differences`
+_checked: list[Tensor] = []  # `[layers, ROUTE_COUNTS]` of passes since `differences`
 unchecked: dict[str, Tensor | int] = dict.fromkeys(PARTS, 0)  # their sum of each of PARTS that was not checked yet
 
 
@@ -197,13 +197,13 @@ def _tally(layer: int, choice: Choice, of_next: Tensor, rows: int) -> None:
 
 
 def check(numbers: tuple[int, ...]) -> Tensor:
-    """`[layers, COUNTED]` of all passes of the job since `differences`. numbers: of these layers in Megatron.
+    """`[layers, ROUTE_COUNTS]` of all passes of the job since `differences`. numbers: of these layers in Megatron.
 
     As soon as there are CHECKED slots of each of PARTS, it checks that routes are those of the tokens to which they
     were given: in each layer they agree with the trainer's own choice in at least LEAST of the slots, and more than
     routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not. Collective.
     """
-    total, here = torch.zeros(len(numbers), len(PARTS), len(COUNTED), dtype=torch.int64), dict(tallies)
+    total, here = torch.zeros(len(numbers), len(PARTS), len(ROUTE_COUNTS), dtype=torch.int64), dict(tallies)
     tallies.clear()
     for of_rank in gather_all({layer: counts.tolist() for layer, counts in here.items()}):
         for layer, counts in of_rank.items():
@@ -230,7 +230,7 @@ def differences(numbers: tuple[int, ...]) -> dict[str, float]:
 
 
 def _check(where: str, slots: int, doubled: int, equal: int, *controls: int) -> None:
-    """Raise ValueError for routes of one layer, by its counts as in COUNTED."""
+    """Raise ValueError for routes of one layer, by its counts as in ROUTE_COUNTS."""
     fix = "this version of the engine may record them wrongly; install another, or remove --rl-router-replay"
     if doubled:
         raise ValueError(f"{where} name an expert twice for {doubled} tokens; {fix}")
