@@ -50,3 +50,15 @@ def test_in_bfloat16_the_mismatch_at_least_halves(job, moe_model, plain_model):
     print(kl)
     assert all(dense > 0 for dense in kl["dense"])
     assert all(2 * after <= before for after, before in zip(kl["with"], kl["without"], strict=True)), kl
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_old_replays_the_pass_of_old_log_probs(job, moe_model, layout):
+    """Rollouts of two optimizer steps: in the first the router would choose the same, in the second some others."""
+    two = ("--rl-rollout-prompts", "8", "--lr", "3e-2")
+    result = job("--train-iters", "4", *two, *LAYOUTS[layout].split(), "--rl-router-replay", "old", model=moe_model)
+    lines = result.run(400).metrics
+    for first, second in zip(lines[::2], lines[1::2], strict=True):
+        assert first["ratio/mean"] == first["ratio/max"] == 1.0 and first["router/differ"] == 0.0
+        assert second["router/differ"] > 0.0
