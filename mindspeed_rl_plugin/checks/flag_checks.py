@@ -273,7 +273,8 @@ def _model(args: Any, config: RLConfig) -> Iterator[str]:
         yield from routing_problems(args, shape)
 
 
-def _token_budget(args: Any, config: RLConfig) -> Iterator[str]:
+def token_budget(args: Any, config: RLConfig) -> Iterator[str]:
+    """Refuses limits of tokens that are missing or too small, and flags with which rows cannot be packed."""
     budget, packed = config.forward.max_tokens_per_microbatch, config.forward.packed_by
     if packed and budget is None:
         yield f"{packed} needs a limit of tokens; give --rl-max-tokens-per-microbatch too"
@@ -334,7 +335,7 @@ CHECKS: tuple[Check, ...] = (
     early.prompt_data,
     _tokenizer,
     early.lengths,
-    _token_budget,
+    token_budget,
     upstream_checks.context_parallel,
     upstream_checks.packed_rows,
     upstream_checks.router_replay,

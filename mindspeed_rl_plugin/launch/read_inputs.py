@@ -96,9 +96,8 @@ def _announce_sharing(inputs: Inputs) -> None:
     said = []
     for response in lengths or (limit, -(-limit // 4)):
         every, computed = tokens_of_group(prompt, response, members, most)
-        said.append(
-            f"{computed} instead of {every} tokens a pass with responses of {response} ({every / computed:.2f}x)"
-        )
+        part = "" if pairs else " (the limit)" if response == limit else " (a quarter of it)"
+        said.append(f"{computed} instead of {every} tokens a pass with responses of {response}{part}")
     say(
         f"--rl-share-prompts: prompts have {prompt} tokens (mean of {len(rows)}), so {members} rows compute "
         f"{', '.join(said)}; the metric tokens/shared counts what a run saves"

@@ -99,7 +99,7 @@ _UNITS_AND_TEXTS = {
     "trained/sequences": ("samples", "responses in the loss; under filtration with repeats"),
     "tokens/shared": (
         "tokens",
-        "prompt and response tokens that a pass does not compute again (--rl-share-prompts)",
+        "tokens of a rollout that a pass over all its rows does not compute again (--rl-share-prompts)",
     ),
     "grad_norm": ("", "gradient norm before clipping"),
     "lr": ("", "learning rate of this step; Megatron's log line has that of the next step"),

@@ -232,7 +232,7 @@ REFUSED: dict[str, list[dict]] = {
         {"--rl-tokenizer": None, "tokenizer_name_or_path": "no"},
         {"--rl-hf-model": "nowhere"},
     ],
-    "flag_checks._token_budget": [
+    "flag_checks.token_budget": [
         CP2 | PADDED,
         {"--rl-max-tokens-per-microbatch": "63"},
         {"--rl-pack-sequences": ""},

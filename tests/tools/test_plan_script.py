@@ -188,6 +188,7 @@ def test_latent_attention_from_arguments():
         ("--fp8-format e4m3", "--fp8-format e4m3: trainer and engine"),
         ("--rl-reshard-bucket-mb -5", "--rl-reshard-bucket-mb is -5; give"),
         ("--rl-reshard all", "argument --rl-reshard: invalid choice: 'all'"),
+        ("--rl-algorithm grpo --rl-share-prompts", "--rl-share-prompts needs a limit of tokens"),
         ("--rl-samples-per-promt 4", "--rl-samples-per-promt is unknown"),
         ("", ""),
         ("--rl-algorithm grpo --hidden-dropout 0.0 --rl-swap none", ""),

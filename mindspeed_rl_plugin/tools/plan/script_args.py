@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.checks.flag_checks import token_budget
 from mindspeed_rl_plugin.checks.refused_flags import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
@@ -89,6 +90,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     if problem := unbuilt_family(args):
         raise ValueError(problem)
     config, algorithm, refused = rl_flags(flags)
+    refused += token_budget(args, config) if algorithm else ()
     notes: list[str] = []
     if args.mtp_num_layers:
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
