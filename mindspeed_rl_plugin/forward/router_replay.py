@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -146,7 +145,9 @@ def record(
     if (own := choice.own) is None:
         raise ValueError(_no_topk(router))
     if router.config.sequence_parallel and len(own) * logits.shape[-1] == logits.numel():  # it has not gathered them
-        own = tensor_parallel.gather_from_sequence_parallel_region(own)
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        own = gather_from_sequence_parallel_region(own)
     records[-1][batch_index[0], layer] = own.to("cpu", torch.int16)
     return result
 
@@ -181,6 +182,8 @@ def _of_rank(values: Tensor, count: int) -> Tensor:
     """The `count` rows that this tensor parallel rank has of `values`, which are those of all of them or its own."""
     if len(values) == count:
         return values
+    from megatron.core import parallel_state  # not above: collating rows needs no Megatron
+
     size = parallel_state.get_tensor_model_parallel_world_size()
     assert len(values) == count * size, f"{len(values)} tokens have routes, a router has {count} on one of {size} ranks"
     return values.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
