@@ -215,7 +215,7 @@ def run_cases(tmp_path_factory, torchrun):
         folder = tmp_path_factory.mktemp("steps")
         (folder / "cases.json").write_text(json.dumps(cases))
         other = {"PYTHONPATH": str(checkout), "cold": True} if checkout else {}
-        torchrun(Path(__file__).with_name("ranks") / "steps.py", folder, ranks=ranks, **other)
+        torchrun(Path(__file__).with_name("ranks") / "steps.py", folder, ranks=ranks, timeout=900, **other)
         return {name: torch.load(folder / f"{name}.pt") for name in cases}
 
     return run
