@@ -21,7 +21,7 @@ def work(make_engine, fake_vllm, request_of, monkeypatch):
     def run(inside):
         engine = make_engine()
         build, step = vllm_api.build, fake_vllm.step
-        monkeypatch.setattr(vllm_api, "build", lambda given: (inside("build"), build(given))[1])
+        monkeypatch.setattr(vllm_api, "build", lambda *given: (inside("build"), build(*given))[1])
         monkeypatch.setattr(fake_vllm, "step", lambda: (inside("step"), step())[1])
         engine = type(engine)(engine.options, engine._device)
         engine.update_weights(0)

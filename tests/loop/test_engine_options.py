@@ -24,7 +24,9 @@ def test_the_share_of_the_device(monkeypatch, given, where, share):
     rollout = SimpleNamespace(**{**vars(config.rollout), "device_memory_utilization": given})
     reward = SimpleNamespace(reward_model_device=where)
     inputs = SimpleNamespace(
-        config=SimpleNamespace(rollout=rollout, data=config.data, reward=reward, monitor=config.monitor),
+        config=SimpleNamespace(
+            rollout=rollout, data=config.data, reward=reward, monitor=config.monitor, forward=config.forward
+        ),
         engine_config={},
         end_tokens=(),
         tokenizer_path=None,

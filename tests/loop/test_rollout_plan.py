@@ -91,7 +91,7 @@ def test_a_start_says_what_it_expects(monkeypatch):
     prompts = [
         SimpleNamespace(tokens=(1,) * n, prompt=(1,) * n, chosen=(2,) * 10, rejected=(3,) * 30) for n in (90, 110)
     ]
-    for pairs, members, responses in ((False, 8, ("64", "16")), (True, 2, ("20",))):
+    for pairs, members, responses in ((False, 8, ("64 (the limit)", "16 (a quarter of it)")), (True, 2, ("20;",))):
         inputs = SimpleNamespace(
             data=Data(prompts),
             sizes=SimpleNamespace(members=members),
@@ -100,6 +100,6 @@ def test_a_start_says_what_it_expects(monkeypatch):
             algorithm=SimpleNamespace(from_pairs=pairs),
         )
         read_inputs._announce_sharing(inputs)
-        assert all(f"a pass with responses of {n} (" in said[-1] for n in responses)
-    assert "100 tokens (mean of 2), so 8 rows compute 612 instead of 1312 tokens" in said[0] and "(2.14x)" in said[0]
+        assert all(f"tokens a pass with responses of {n}" in said[-1] for n in responses)
+    assert "100 tokens (mean of 2), so 8 rows compute 612 instead of 1312 tokens" in said[0]
     assert "so 2 rows compute 140 instead of 240 tokens" in said[1]
