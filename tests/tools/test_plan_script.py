@@ -225,3 +225,11 @@ def test_refused(words, message):
     """The rest of what a start refuses: tests/launch/refusals.py."""
     with pytest.raises(ValueError, match=message):
         read(words, 1)
+
+
+def test_the_dock_holds_routes_of_experts():
+    """A byte for each layer with experts, of two experts a token: 64 rows of 2048 tokens."""
+    moe = f"{DENSE.replace('--add-qkv-bias', '')} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64"
+    moe += " --qk-layernorm --kv-channels 32 --global-batch-size 64 --rl-algorithm grpo"
+    plain, replayed = (read(f"{moe}{more}").dock_bytes for more in ("", " --rl-router-replay rollout"))
+    assert replayed - plain == 64 * 2048 * read(moe).shape.moe_layers * 2
