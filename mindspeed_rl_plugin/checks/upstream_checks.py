@@ -146,6 +146,7 @@ def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
     out, mindspeed = f"or remove {flag}", hasattr(args, "pre_tockens")
     engine = getattr(args, "transformer_impl", "local") == "transformer_engine"
     shared, experts = config.forward.share_prompts, getattr(args, "num_experts", None)
+    hooked = shared or config.forward.router_replay is not None  # attention gets boundaries from hooks of layers
     if not flag:
         return
     names = _OTHER_ATTENTION | (_OUTSIDE_OF_LAYERS | _CAPACITY if shared else {})
@@ -158,18 +159,18 @@ def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
             f"{flag} with --moe-router-load-balancing-type seq_aux_loss: all rows of a micro-batch would be balanced "
             f"as one sequence; give aux_loss, --moe-aux-loss-coeff 0, {out}"
         )
-    if mindspeed and engine and (shared or not getattr(args, "use_flash_attn", False)):
-        fix = "" if shared else "--use-flash-attn, or "
+    if mindspeed and engine and (hooked or not getattr(args, "use_flash_attn", False)):
+        fix = "" if hooked else "--use-flash-attn, or "
         yield (
             f"{flag} with MindSpeed's --transformer-impl transformer_engine was not tested; give {fix}"
             f"--transformer-impl local, {out}"
         )
-    if not shared:
+    if not hooked:
         return
-    if (size := args.context_parallel_size) > 1:
+    if shared and (size := args.context_parallel_size) > 1:
         yield f"{flag} with --context-parallel-size {size} would split tree rows; give --context-parallel-size 1, {out}"
     yarn = getattr(args, "multi_latent_attention", False) and getattr(args, "rope_type", None) != "rope"
-    if yarn and getattr(args, "apply_rope_fusion", False):
+    if shared and yarn and getattr(args, "apply_rope_fusion", False):
         # From core 0.16.1 on it takes cached angles by position (multi_latent_attention.py), which no hook replaces.
         yield f"{flag} with YaRN in latent attention needs positions that RL gives: give --no-rope-fusion, {out}"
     backend = getattr(getattr(args, "attention_backend", None), "name", "auto")
@@ -353,7 +354,7 @@ def remarks(args: Any, config: RLConfig) -> Iterator[str]:
     if config.forward.share_prompts and not config.forward.pack_sequences:
         yield "--rl-share-prompts: rows are packed, as with --rl-pack-sequences"
     experts, generates = getattr(args, "num_experts", None), not learns_from_pairs(config.algorithm.algorithm)
-    if experts and generates and getattr(args, "bf16", False) and config.forward.router_replay is None:
+    if experts and generates and not split and getattr(args, "bf16", False) and config.forward.router_replay is None:
         yield (
             "experts in bfloat16: for some tokens engine and trainer choose other ones, and log-probs differ; with "
             "--rl-router-replay rollout the trainer takes the engine's"

@@ -24,9 +24,8 @@ from mindspeed_rl_plugin.forward.settings import AUXILIARY
 from mindspeed_rl_plugin.forward.tree_kernels import Kernel
 
 _layer_masks: list[Tensor | None] = [None]  # of the layer that runs now, at the end
-_last: list[
-    tuple[Tensor, torch.device, Carried]
-] = []  # the mask that was decoded last, which keeps its address from being reused
+# the mask that was decoded last, which keeps its address from being reused
+_last: list[tuple[Tensor, torch.device, Carried]] = []
 
 
 def install(model: torch.nn.Module, kernel: Kernel, routed: Sequence[int] = ()) -> None:

@@ -128,6 +128,7 @@ LIMITED |= dict(moe_aux_loss_coeff=0.003, expert_model_parallel_size=2, moe_rout
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 REPLAY = {"--rl-router-replay": "rollout"}
+UNFUSED = SimpleNamespace(name="unfused")
 SHARED = {"--rl-max-tokens-per-microbatch": "64", "--rl-share-prompts": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
 MINDSPEED = CP2 | {"pre_tockens": 65536, "attention_mask_type": "causal", "context_parallel_algo": "megatron_cp_algo"}
@@ -359,7 +360,9 @@ REFUSED: dict[str, list[dict]] = {
         PACKED | MOE | {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-3},
         PACKED | {"pre_tockens": 65536, "transformer_impl": "transformer_engine"},
         DEEPSEEK | SHARED | dict(rope_type="yarn", rotary_scaling_factor=1.0, apply_rope_fusion=True),
-        SHARED | dict(transformer_impl="transformer_engine", attention_backend=SimpleNamespace(name="unfused")),
+        SHARED | dict(transformer_impl="transformer_engine", attention_backend=UNFUSED),
+        PACKED | MOE | REPLAY | dict(transformer_impl="transformer_engine", attention_backend=UNFUSED),
+        PACKED | MOE | REPLAY | dict(pre_tockens=65536, transformer_impl="transformer_engine", use_flash_attn=True),
     ],
     "upstream_checks.router_replay": [
         REPLAY,
