@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.config.run_flags import (
     DataConfig,
     DockConfig,
     ForwardConfig,
+    LoraConfig,
     MonitorConfig,
     ReshardConfig,
     RewardConfig,
@@ -37,6 +38,7 @@ class RLConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     forward: ForwardConfig = field(default_factory=ForwardConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     reshard: ReshardConfig = field(default_factory=ReshardConfig)
     dock: DockConfig = field(default_factory=DockConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -93,14 +95,12 @@ def unread_flags(config: RLConfig, algorithm: Any, preset: Any) -> Iterator[str]
     algorithm: the run's `Algorithm`; preset: the `Algorithm` of --rl-algorithm alone. A flag with the value that the
     preset gives it is never reported.
     """
-    why = f", and {config.algorithm.algorithm} generates nothing" if algorithm.from_pairs else ""
     for f, value in given(config):
-        reader, pairs = f.metadata["reader"], f.metadata["pairs"]
-        if algorithm.from_pairs:
-            read, what = pairs, "an algorithm that samples responses"
-        else:
-            read, what = reader is None or reader.reads(algorithm, config), reader and reader.what
+        reader, sampled_only = f.metadata["reader"], algorithm.from_pairs and not f.metadata["pairs"]
+        read = not sampled_only and (reader is None or reader.reads(algorithm, config))
         if not read and value != getattr(preset, f.name, f.default):
+            what = "an algorithm that samples responses" if sampled_only else reader.what
+            why = f", and {config.algorithm.algorithm} generates nothing" if sampled_only else ""
             yield f"{as_given(f.name, value)} has no meaning in this run: only {what} reads it{why}; remove it"
 
 

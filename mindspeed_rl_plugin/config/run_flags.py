@@ -6,10 +6,11 @@ import argparse
 import re
 from dataclasses import dataclass
 
-from mindspeed_rl_plugin.config.flag import DPO_ONLY, flag, split_words
+from mindspeed_rl_plugin.config.flag import DPO_ONLY, FlagReader, flag, split_words
 
 # vLLM raises lower temperatures to this value: its log-probs would not be those of the given temperature.
 LOWEST_TEMPERATURE = 0.01
+_LORA = FlagReader("--rl-lora-rank", lambda _, c: c.lora.lora_rank is not None)
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,37 @@ class ForwardConfig:
         """The flag because of which rows are concatenated without padding; None: they are padded."""
         names = {"--rl-share-prompts": self.share_prompts, "--rl-pack-sequences": self.pack_sequences}
         return next((name for name, given in names.items() if given), None)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: small adapters are trained, and the model itself stays as it is."""
+
+    lora_rank: int | None = flag(
+        None,
+        "train adapters of this rank on linear layers, and nothing else; the weights of --load do not change, and are "
+        "the reference (default: train the whole model)",
+        least=1,
+        pairs=True,
+    )
+    lora_alpha: float | None = flag(
+        None,
+        "adapters are scaled by this number / --rl-lora-rank (default: the rank)",
+        above=0,
+        reader=_LORA,
+        pairs=True,
+    )
+    lora_targets: tuple[str, ...] = flag(
+        (),
+        "linear layers with an adapter, by the end of their names, such as q_proj, experts.down_proj (of the Hugging "
+        "Face model) or linear_fc1 (Megatron's) (default: all of attention and MLP)",
+        reader=_LORA,
+        pairs=True,
+    )
+
+    @property
+    def lora_scale(self) -> float:
+        return (self.lora_alpha or self.lora_rank) / self.lora_rank
 
 
 @dataclass(frozen=True)
