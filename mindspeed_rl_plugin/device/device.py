@@ -57,6 +57,11 @@ class Device:
         assert not self.is_cpu, "Device.api: the CPU has no accelerator namespace"
         return _torch_npu().npu if self.kind == "npu" else torch.cuda
 
+    @property
+    def merge_dtype(self) -> torch.dtype:
+        """The widest dtype in which the device multiplies matrices."""
+        return torch.float32 if self.kind == "npu" else torch.float64
+
     def current(self) -> torch.device:
         """The current device of this process, with its index."""
         return torch.device("cpu") if self.is_cpu else torch.device(self.kind, self.api.current_device())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin import ranks
+from mindspeed_rl_plugin.adapters import attach
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
@@ -76,6 +77,9 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     if getattr(args, "mtp_num_layers", None):
         call = megatron_setup.on_each_chunk(original, positional, named, megatron_setup.freeze_mtp)
         positional, named = call.args, call.kwargs
+    if (lora := inputs.config.lora).lora_rank is not None:
+        call = megatron_setup.on_each_chunk(original, positional, named, attach.attaching(lora, args, inputs.vocab))
+        positional, named = call.args, call.kwargs
     with refusing():
         start, state = _decide(args, loop, inputs.vocab, algorithm.needs_critic)
     digest = CheckpointDigest(start.reference_path) if start.kind == "pretrained" else None
@@ -91,6 +95,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     if "no_load_optim" in absent | untrained:
         scheduler.step(increment=args.consumed_train_samples)
     _launch.loading = False
+    attach.store(model, base=False)
     _check_loaded(model, start, args)
     if start.kind == "fresh":
         start = dataclasses.replace(start, reference_digest=ranks.weights_digest(_parameters(model)))
@@ -156,10 +161,13 @@ def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
         return original(*positional, **named)
     names = ("ddp_model", "optimizer", "opt_param_scheduler")
     model, optimizer, scheduler = (*positional, *(named[name] for name in names[len(positional) :]))[:3]
-    if at.loading and at.start.kind == "resume" and at.algorithm.needs_reference:
+    adapted = bool(attach.adapters_of(model))
+    if at.loading and at.start.kind == "resume" and (at.algorithm.needs_reference or adapted):
         with refusing(), must_fit(model, str(at.start.reference_path)):
             _load_reference(original, model, at)
-        at.loop.on_reference_loaded(model)
+        if at.algorithm.needs_reference:
+            at.loop.on_reference_loaded(model)
+        attach.store(model, base=False)
     # The critic loads after the policy; the file of a language model has no value head.
     free = {} if at.loading else {"free": f"{value_head.NAME}.weight"}
     rates = lr_schedule.loading(optimizer, scheduler)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mindspeed_rl_plugin.adapters.attach import BaseModel, adapters_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
@@ -31,7 +32,7 @@ class Reference:
     folder: str  # of stored log-probs
     key: str  # identifies them, see `cache_key`
     logps: Tensor | None  # `[pairs, 2]`
-    weights: HostWeights | None  # None if logps are known
+    weights: HostWeights | BaseModel | None  # None if logps are known
 
     @classmethod
     def of_model(cls, inputs: Inputs, model: Any) -> Reference:
@@ -42,7 +43,7 @@ class Reference:
         key = cache_key(digest, fingerprint, inputs.forward, inputs.args.params_dtype)
         count = len(inputs.data) + (len(inputs.held_out) if inputs.held_out else 0)
         logps = on_rank_0(lambda: read_cache(folder, key, count))
-        weights = HostWeights.capture(model, budget=inputs.host_memory_budget()) if logps is None else None
+        weights = reference_of(inputs, model) if logps is None else None
         return cls(folder, key, logps, weights)
 
     def scored(self, scorer: PairScorer, model: Any, leader: bool) -> Tensor:
@@ -58,6 +59,11 @@ class Reference:
             path = write_cache(self.folder, self.key, logps)
             print(f"[rl] log-probs of the reference are kept in {path}", flush=True)
         return logps
+
+
+def reference_of(inputs: Inputs, model: Any) -> HostWeights | BaseModel:
+    """The reference's weights, which the model has now: a copy or, if adapters are trained, the model without them."""
+    return BaseModel() if adapters_of(model) else HostWeights.capture(model, budget=inputs.host_memory_budget())
 
 
 class PairSchedule(Schedule):

@@ -23,7 +23,7 @@ import numpy as np
 from mindspeed_rl_plugin.critic.critic import Critic
 from mindspeed_rl_plugin.loop import resume
 from mindspeed_rl_plugin.loop.build import build_loop
-from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop
+from mindspeed_rl_plugin.loop.build_pairs import Reference, build_pair_loop, reference_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
@@ -31,7 +31,6 @@ from mindspeed_rl_plugin.rows import Group
 from mindspeed_rl_plugin.stages.measure import Rollout, prepare_dumps
 from mindspeed_rl_plugin.stages.stage import columns_of
 from mindspeed_rl_plugin.stages.update import TrainStep
-from mindspeed_rl_plugin.weights.host_memory import HostWeights
 
 
 @functools.cache
@@ -46,7 +45,7 @@ class Run:
     def __init__(self) -> None:
         self.inputs: Inputs | None = None
         self.loop: Loop | None = None
-        self._reference: HostWeights | Reference | None = None
+        self._reference: Any = None  # what swaps the reference's weights in, or `Reference`
         self._critic: Critic | None = None
         self._restored: Mapping[str, Any] | None = None
 
@@ -59,7 +58,7 @@ class Run:
         if self.inputs.algorithm.from_pairs:
             self._reference = Reference.of_model(self.inputs, model)
         else:
-            self._reference = HostWeights.capture(model, budget=self.inputs.host_memory_budget())
+            self._reference = reference_of(self.inputs, model)
 
     def on_critic_built(self, critic: Critic) -> None:
         self._critic = critic

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from mindspeed_rl_plugin.adapters.adapters import CHILD as ADAPTERS
 from mindspeed_rl_plugin.layout.families import FAMILIES
 from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import ENGINE, EXPERTS, IMPLS
@@ -46,13 +47,16 @@ def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
 
     These are parameters, and buffers that a family's table lists (the router's expert bias). Layers for multi-token
     prediction are left out, since no engine uses them; so is their copy of the embedding on the last pipeline stage.
+    Weights with LoRA adapters are new tensors, into which these are merged.
     """
     out = {}
     for i, chunk in enumerate(model_chunks):
         model, prefix = unwrap(chunk), chunk_prefix(i, len(model_chunks))
         skipped = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
         buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_ROUTER_BUFFERS))
-        named = (*model.named_parameters(), *buffers)
+        adapters = getattr(model, ADAPTERS, None)
+        merged = adapters.merged() if adapters is not None else ()
+        named, skipped = (*model.named_parameters(), *buffers, *merged), (*skipped, f"{ADAPTERS}.")
         out |= {prefix + table_name(name): tensor.data for name, tensor in named if not name.startswith(skipped)}
     return out
 
@@ -71,16 +75,18 @@ def mtp_only(predicts: bool, embeds: bool) -> tuple[str, ...]:
 
 
 def trainer_storage(
-    shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = ""
+    shape: ModelShape, parallel: Parallel, rank: int, live: Mapping[str, Tensor], file: str = "", only: str = ""
 ) -> tuple[str, str]:
-    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: of `live`, for errors.
+    """How a trainer rank stores the model: an entry of IMPLS and one of EXPERTS. file: of `live`, for errors; only: the
+    prefix of the only chunk in `live`, if it has not all chunks.
 
     Raises ValueError if no such pair fits, with the differences to the pair that fits best.
     """
     kinds = EXPERTS if shape.moe_layers else EXPERTS[:1]
     known = [(impl, kind) for impl in IMPLS for kind in kinds]
     sizes = sizes_of(live)
-    wrong = {k: differences(megatron_layout(shape, parallel, rank, *k).shapes, sizes) for k in known}
+    layouts = {k: megatron_layout(shape, parallel, rank, *k).shapes.items() for k in known}
+    wrong = {k: differences({n: s for n, s in each if n.startswith(only)}, sizes) for k, each in layouts.items()}
     best = min(known, key=lambda k: len(wrong[k]))
     ours = f"Megatron's parameters on rank {rank} are not those of {shape}"
     raise_if(wrong[best], f"{file} does not hold the tensors that its arguments describe" if file else ours)

@@ -1,0 +1,129 @@
+"""Puts adapters on the chunks that Megatron builds, before it wraps them; switches between the model and its base."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from mindspeed_rl_plugin.adapters.adapters import CHILD, Adapters
+from mindspeed_rl_plugin.adapters.targets import adapted
+from mindspeed_rl_plugin.config.run_flags import LoraConfig
+from mindspeed_rl_plugin.layout.parallel import Parallel, chunk_prefix
+from mindspeed_rl_plugin.layout.shape import ModelShape
+from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage
+from mindspeed_rl_plugin.weights.storages import unwrap
+
+
+def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Module], Module]:
+    """A function that freezes a chunk and gives it adapters, to be called with this rank's chunks in their order.
+
+    vocab: tokens of the tokenizer. The function raises ValueError if the chunk's weights are not those of the family.
+    """
+    shape, parallel = ModelShape.from_megatron_args(args, vocab), Parallel.from_megatron_args(args)
+    rank, numbers = dist.get_rank(), itertools.count()
+
+    def attach(chunk: Module) -> Module:
+        prefix = chunk_prefix(next(numbers), parallel.vpp)
+        live = {prefix + name: tensor for name, tensor in stored_parameters([chunk]).items()}
+        kinds = trainer_storage(shape, parallel, rank, live, only=prefix)
+        mine = (m for m in adapted(shape, parallel, rank, kinds, config.lora_targets) if m.module.startswith(prefix))
+        matrices = [replace(m, module=m.module.removeprefix(prefix)) for m in mine]
+        if not matrices:
+            raise ValueError(
+                f"rank {rank} holds a part of the model without an adapter, and Megatron cannot train it: give a "
+                "--rl-lora-targets that every layer has, such as o_proj, or fewer pipeline stages"
+            )
+        chunk.requires_grad_(False)
+        place, scale = parallel.coordinates(rank), config.lora_scale
+        chunk.add_module(CHILD, Adapters(chunk, matrices, config.lora_rank, scale, args.seed, place, parallel.cp))
+        _sum_over_ranks(getattr(chunk, CHILD), parallel)
+        _store_factors_only(chunk)
+        embedding = getattr(chunk, "embedding", None)
+        if embedding is not None:
+            # Recomputed layers pass gradients on only if their input has some.
+            embedding.register_forward_hook(_let_gradients_pass)
+            for weight in embedding.parameters():
+                weight.main_grad = weight.new_empty(0)  # stages with tied embeddings sum it
+        if getattr(chunk, "output_layer", None) is not None and chunk.output_layer.weight is not None:
+            chunk.output_layer.weight.main_grad = chunk.output_layer.weight.new_empty(0)
+        return chunk
+
+    return attach
+
+
+def adapters_of(chunks: Sequence[Module]) -> list[Adapters]:
+    """The adapters of chunks, wrapped or not; empty without LoRA."""
+    return [found for chunk in chunks if (found := getattr(unwrap(chunk), CHILD, None)) is not None]
+
+
+def store(chunks: Sequence[Module], base: bool) -> None:
+    """From now on state dicts of the chunks hold and take only W (base), or only the factors."""
+    for one in adapters_of(chunks):
+        one.of_base = base
+
+
+class BaseModel:
+    """The model without its adapters, as the reference: nothing is copied."""
+
+    @contextlib.contextmanager
+    def swapped_into(self, model_chunks: Sequence[Module]) -> Iterator[None]:
+        """Within the context the model is its base."""
+        adapters = adapters_of(model_chunks)
+        for one in adapters:
+            one.enabled = False
+        try:
+            yield
+        finally:
+            for one in adapters:
+                one.enabled = True
+
+
+def _let_gradients_pass(_: Module, __: Any, out: Tensor) -> None:
+    if torch.is_grad_enabled():
+        out.requires_grad_()
+
+
+def _sum_over_ranks(adapters: Adapters, parallel: Parallel) -> None:
+    """Tell each adapted module over which ranks it is split."""
+    from megatron.core import parallel_state
+
+    for one in adapters.modules_of:
+        if one.matrices[0].experts:
+            one.group = parallel_state.get_expert_tensor_parallel_group() if parallel.expert_tp > 1 else None
+        else:
+            one.group = parallel_state.get_tensor_model_parallel_group() if parallel.tp > 1 else None
+
+
+def _store_factors_only(chunk: Module) -> None:
+    """Let state dicts of the chunk hold the factors only, while `Adapters.of_base` is not set."""
+    adapters, sharded = getattr(chunk, CHILD), chunk.sharded_state_dict
+    own = f"{CHILD}."
+
+    def without_base(_: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in list(state) if not adapters.of_base else ():
+            if not name.startswith(prefix + own):
+                del state[name]
+
+    def with_base(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        if not adapters.of_base:
+            adapters.of_base = True
+            state |= {name: tensor for name, tensor in chunk.state_dict(prefix=prefix, keep_vars=True).items()}
+            adapters.of_base = False
+
+    def sharded_state_dict(prefix: str = "", *given: Any, **named: Any) -> Mapping[str, Any]:
+        if adapters.of_base:
+            return sharded(prefix, *given, **named)
+        return adapters.sharded_state_dict(prefix + own)
+
+    chunk._register_state_dict_hook(without_base)
+    chunk._register_load_state_dict_pre_hook(with_base)
+    chunk.sharded_state_dict = sharded_state_dict
