@@ -2,9 +2,10 @@
 # The main job: pretrain a small Qwen2-shaped model on arithmetic, then improve it by GRPO with the very
 # same launch script, then the report. Two ranks on CPU, no accelerator.
 #
-#   bash examples/quickstart.sh [--smoke] [--seed N]
+#   bash examples/quickstart.sh [--smoke] [--seed N] [FLAGS OF THE RL JOB]
 #
 # --smoke: the same steps, fewer of each, no claim about accuracy. Leaves runs/quickstart*/summary.json.
+# With adapters only: bash examples/quickstart.sh --rl-lora-rank 8 --rl-lora-alpha 16 --lr 1e-3
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,7 +18,8 @@ while [ $# -gt 0 ]; do
             seed=${2:?"--seed needs a number"}
             shift 2
             ;;
-        *) echo "quickstart: unknown argument $1 (known: --smoke, --seed N)" >&2; exit 2 ;;
+        --*) break ;;
+        *) echo "quickstart: unknown argument $1 (known: --smoke, --seed N, then flags of the RL job)" >&2; exit 2 ;;
     esac
 done
 
@@ -69,13 +71,14 @@ RL_ARGS=(
     --weight-decay 0
     --log-interval 1000
     --seed $((1 + seed))
+    "$@"
 )
 # Float32 rounding in a trained model, and far less than stale or coarser weights make: docs/quickstart-results.md.
 agreement=(--difference-at-most 2e-4)
 claim=(--before-at-most 0.60 --after-at-least 0.80)
 if [ "$smoke" = yes ]; then
     PRETRAIN_ARGS+=(--train-iters 150)
-    RL_ARGS+=(--train-iters 4 --rl-eval-every 4 --rl-eval-prompts 32)
+    RL_ARGS+=(--train-iters 4 --rl-eval-every 4 --rl-eval-prompts 32 "$@")
     claim=()
 fi
 
