@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,20 +26,57 @@ CHILD = "rl_lora"  # name of the adapters in a chunk
 _AT_ONCE = 1 << 24  # elements of a merge that are in the wider dtype at the same time
 
 
-class AdaptedModule:
-    """A linear module of the model, or a module with all experts of a layer, and the factors of its weights."""
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is, by axes of the layout, and the ranks that have other parts of the same matrices."""
 
-    def __init__(self, path: str, module: Module, matrices: Sequence[Adapted], scale: float) -> None:
-        self.path, self.module, self.matrices, self.scale = path, module, matrices, scale
+    at: Coordinates
+    cp: int  # context parallel size
+    tensor: dist.ProcessGroup | None  # None: a single rank
+    expert_tensor: dist.ProcessGroup | None
+
+    def group(self, matrix: Adapted) -> dist.ProcessGroup | None:
+        return self.expert_tensor if matrix.experts else self.tensor
+
+    def peer(self, matrix: Adapted) -> int:
+        """Number of this rank among those with the matrix."""
+        return self.at.etp if matrix.experts else self.at.tp
+
+    def copy(self, matrix: Adapted) -> int:
+        """Number of this rank among those with the same part."""
+        return self.at.edp if matrix.experts else self.at.dp * self.cp + self.at.cp
+
+
+class AdaptedModule(Module):
+    """The factors of a linear module, or of a module with all experts of a layer; its `forward` gives merged weights.
+
+    path, module: of the linear module in its chunk; matrices: in it; rank: of the adapters. Factors start as peft's do:
+    A random, the same in every layout, B zero.
+    """
+
+    def __init__(
+        self, path: str, module: Module, matrices: Sequence[Adapted], rank: int, scale: float, seed: int, place: Place
+    ) -> None:
+        super().__init__()
+        self.path, self.matrices, self.scale, self.place = path, matrices, scale, place
+        self._base = (module,)  # in a tuple, so that it is no child
         self.attributes = list(dict.fromkeys(name for m in matrices for name, _ in m.stored))
-        self.factors: list[Parameter] = []  # A and B of each matrix
-        # Over these ranks the gradient of the factor that all of them have is summed; None: they share no matrix.
-        self.group: dist.ProcessGroup | None = None
+        self.of_base = True  # whether state dicts leave the factors out
         self.calls = self.backwards = 0
+        self.factors: list[Parameter] = []  # A and B of each matrix
+        for matrix in matrices:
+            for name, factor in zip("AB", self._made(matrix, rank, seed), strict=True):
+                self.register_parameter(_file_name(matrix, name), factor)
+                self.factors.append(factor)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """The merged weights, in the order of `attributes`. Being called, it lets Megatron's hooks of modules run."""
+        self.calls += 1
+        return _Merged.apply(self, *self.factors)
 
     def merged(self, attribute: str) -> Tensor:
         """The weight with its adapters, as a new tensor."""
-        out = self.module._parameters[attribute].detach().clone()  # not what the module has while it runs
+        out = self._base[0]._parameters[attribute].detach().clone()  # not what the module has while it runs
         for matrix, a, b in self._pairs(self.factors):
             for expert, segment in _places(matrix, attribute):
                 rows, columns = _inside(matrix, segment)
@@ -57,67 +95,17 @@ class AdaptedModule:
                     part = segment.view(gradient, segment.start, segment.size)
                     da[expert][:, columns] += self.scale * (b[expert][rows].T @ part)
                     db[expert][rows] += self.scale * (part @ a[expert][:, columns].T)
-        if self.group is not None:
+        if self.place.group(self.matrices[0]) is not None:
             shared = [(da, db)[m.axis] for m, da, db in self._pairs(out) if m.axis is not None]
             flat = torch.cat([gradient.flatten() for gradient in shared])
-            dist.all_reduce(flat, group=self.group)
+            dist.all_reduce(flat, group=self.place.group(self.matrices[0]))
             for gradient, summed in zip(shared, flat.split([g.numel() for g in shared]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
         return [gradient.to(factor.dtype) for gradient, factor in zip(out, self.factors, strict=True)]
 
-    def _pairs(self, each: Sequence[Tensor]) -> Iterator[tuple[Adapted, Tensor, Tensor]]:
-        return zip(self.matrices, each[::2], each[1::2], strict=True)
-
-
-class _Merged(torch.autograd.Function):
-    """The merged weights of a module."""
-
-    @staticmethod
-    def forward(ctx: Any, module: AdaptedModule, *factors: Tensor) -> tuple[Tensor, ...]:
-        ctx.module = module
-        ctx.set_materialize_grads(False)
-        return tuple(module.merged(name) for name in module.attributes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.module.backwards += 1
-        return None, *ctx.module.gradients(gradients)
-
-
-class Adapters(Module):
-    """The adapters of a chunk, a child of it.
-
-    matrices: of this chunk; rank: of the adapters; place: of this process; cp: context parallel size. Factors start as
-    peft's do: A random, the same in every layout, B zero.
-    """
-
-    def __init__(
-        self,
-        chunk: Module,
-        matrices: Sequence[Adapted],
-        rank: int,
-        scale: float,
-        seed: int,
-        place: Coordinates,
-        cp: int,
-    ) -> None:
-        super().__init__()
-        self.enabled, self.place, self.cp = True, place, cp
-        self.of_base = True  # whether the chunk's state dicts hold W only; else they hold the factors only
-        self.modules_of: list[AdaptedModule] = []
-        for path in dict.fromkeys(m.module for m in matrices):
-            mine = [m for m in matrices if m.module == path]
-            one = AdaptedModule(path, chunk.get_submodule(path), mine, scale)
-            self.modules_of.append(one)
-            for matrix in mine:
-                for name, factor in zip("AB", self._made(matrix, one.module, rank, seed), strict=True):
-                    self.register_parameter(_file_name(matrix, name), factor)
-                    one.factors.append(factor)
-            self._hook(one)
-
-    def _made(self, matrix: Adapted, module: Module, rank: int, seed: int) -> Iterator[Parameter]:
+    def _made(self, matrix: Adapted, rank: int, seed: int) -> Iterator[Parameter]:
         """A and B as parameters, with the attributes by which Megatron reduces gradients and computes norms."""
-        base, columns, rows = getattr(module, matrix.stored[0][0]), matrix.shape[1], []
+        base, columns, rows = getattr(self._base[0], matrix.stored[0][0]), matrix.shape[1], []
         for name in matrix.canonical:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             random = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -132,30 +120,8 @@ class Adapters(Module):
             if matrix.axis is not None:
                 made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, 2 - matrix.axis, 1
                 # Megatron's norm counts a factor that several ranks have only where it is not "shared".
-                made.shared = not matrix.splits(name) and (self.place.etp if matrix.experts else self.place.tp) > 0
+                made.shared = not matrix.splits(name) and self.place.peer(matrix) > 0
             yield made
-
-    def _hook(self, one: AdaptedModule) -> None:
-        """Replace the weights of the module while it runs. Its parameters stay where they are."""
-        left: list[contextlib.ExitStack] = []
-
-        def enter(module: Module, _: Any) -> None:
-            left.append(contextlib.ExitStack())
-            if not self.enabled:
-                return
-            weights = _Merged.apply(one, *one.factors)
-            one.calls += 1
-            vars(module).update(zip(one.attributes, weights, strict=True))
-            if torch.is_grad_enabled():
-                left[-1].enter_context(_merged_again(one, weights))
-
-        def leave(module: Module, _: Any, __: Any) -> None:
-            for name in one.attributes:
-                vars(module).pop(name, None)
-            left.pop().close()
-
-        one.module.register_forward_pre_hook(enter)
-        one.module.register_forward_hook(leave, always_call=True)
 
     def _save_to_state_dict(self, *given: Any, **named: Any) -> None:
         if not self.of_base:
@@ -166,23 +132,84 @@ class Adapters(Module):
             super()._load_from_state_dict(*given, **named)
 
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
-        """The factors for Megatron's distributed checkpoints, which any layout can load."""
+        """Of the factors, in Megatron's distributed checkpoints."""
         from megatron.core.dist_checkpointing import ShardedTensor
 
         out = {}
-        for one in () if self.of_base else self.modules_of:
-            for i, factor in enumerate(one.factors):
-                matrix, name = one.matrices[i // 2], "AB"[i % 2]
-                whole, at = matrix.in_whole(name, factor.shape)
-                parts = zip(range(3), at, factor.shape, whole, strict=True)
-                offsets = [(axis, low // size, total // size) for axis, low, size, total in parts]
-                copies = self.place.edp if matrix.experts else self.place.dp * self.cp + self.place.cp
-                peer = self.place.etp if matrix.experts else self.place.tp
-                replica = (0, 0 if matrix.splits(name) else peer, copies)
-                out[prefix + _file_name(matrix, name)] = ShardedTensor.from_rank_offsets(
-                    f"{CHILD}.{matrix.name}.lora_{name}", factor, *offsets, replica_id=replica
-                )
+        for i, factor in enumerate(() if self.of_base else self.factors):
+            matrix, name = self.matrices[i // 2], "AB"[i % 2]
+            whole, at = matrix.in_whole(name, factor.shape)
+            parts = zip(range(3), at, factor.shape, whole, strict=True)
+            offsets = [(axis, low // size, total // size) for axis, low, size, total in parts]
+            replica = (0, 0 if matrix.splits(name) else self.place.peer(matrix), self.place.copy(matrix))
+            out[prefix + _file_name(matrix, name)] = ShardedTensor.from_rank_offsets(
+                f"{CHILD}.{matrix.name}.lora_{name}", factor, *offsets, replica_id=replica
+            )
         return out
+
+    def _pairs(self, each: Sequence[Tensor]) -> Iterator[tuple[Adapted, Tensor, Tensor]]:
+        return zip(self.matrices, each[::2], each[1::2], strict=True)
+
+
+class _Merged(torch.autograd.Function):
+    """The merged weights of a module."""
+
+    @staticmethod
+    def forward(ctx: Any, module: AdaptedModule, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.module = module
+        ctx.set_materialize_grads(False)
+        return tuple(module.merged(name) for name in module.attributes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.module.backwards += 1
+        return None, *ctx.module.gradients(gradients)
+
+
+class Adapters(Module):
+    """The adapters of a chunk, a child of it."""
+
+    def __init__(self, chunk: Module, modules: Sequence[AdaptedModule]) -> None:
+        super().__init__()
+        self.enabled, self.modules_of = True, list(modules)
+        for i, one in enumerate(modules):
+            self.add_module(str(i), one)
+            self._hook(one, chunk.get_submodule(one.path))
+
+    def _hook(self, one: AdaptedModule, linear: Module) -> None:
+        """Replace the weights of a linear module while it runs. Its parameters stay where they are."""
+        left: list[contextlib.ExitStack] = []
+
+        def enter(module: Module, _: Any) -> None:
+            left.append(contextlib.ExitStack())
+            if self.enabled:
+                weights = one()
+                vars(module).update(zip(one.attributes, weights, strict=True))
+                if torch.is_grad_enabled():
+                    left[-1].enter_context(_merged_again(one, weights))
+
+        def leave(module: Module, _: Any, __: Any) -> None:
+            for name in one.attributes:
+                vars(module).pop(name, None)
+            left.pop().close()
+
+        linear.register_forward_pre_hook(enter)
+        linear.register_forward_hook(leave, always_call=True)
+
+    @property
+    def base_stored(self) -> bool:
+        """Whether state dicts of the chunk hold and take only W; else they hold and take only the factors."""
+        return self.modules_of[0].of_base
+
+    def store(self, base: bool) -> None:
+        """Set `base_stored`."""
+        for one in self.modules_of:
+            one.of_base = base
+
+    def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
+        """The factors for Megatron's distributed checkpoints, which any layout can load."""
+        each = (one.sharded_state_dict(f"{prefix}{name}.") for name, one in self.named_children())
+        return {name: sharded for factors in each for name, sharded in factors.items()}
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Name in the chunk and merged tensor of every weight with an adapter; nothing while adapters are off."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from mindspeed_rl_plugin.adapters.adapters import CHILD, Adapters
+from mindspeed_rl_plugin.adapters.adapters import CHILD, AdaptedModule, Adapters, Place
 from mindspeed_rl_plugin.adapters.targets import adapted
 from mindspeed_rl_plugin.config.run_flags import LoraConfig
 from mindspeed_rl_plugin.layout.parallel import Parallel, chunk_prefix
@@ -30,6 +30,7 @@ def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Modu
     """
     shape, parallel = ModelShape.from_megatron_args(args, vocab), Parallel.from_megatron_args(args)
     rank, numbers = dist.get_rank(), itertools.count()
+    place = _place(parallel, rank)
 
     def attach(chunk: Module) -> Module:
         prefix = chunk_prefix(next(numbers), parallel.vpp)
@@ -42,19 +43,14 @@ def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Modu
                 f"rank {rank} holds a part of the model without an adapter, and Megatron cannot train it: give a "
                 "--rl-lora-targets that every layer has, such as o_proj, or fewer pipeline stages"
             )
-        chunk.requires_grad_(False)
-        place, scale = parallel.coordinates(rank), config.lora_scale
-        chunk.add_module(CHILD, Adapters(chunk, matrices, config.lora_rank, scale, args.seed, place, parallel.cp))
-        _sum_over_ranks(getattr(chunk, CHILD), parallel)
+        _freeze(chunk, args)
+        modules = [
+            AdaptedModule(path, chunk.get_submodule(path), [m for m in matrices if m.module == path], config.lora_rank,
+                          config.lora_scale, args.seed, place)
+            for path in dict.fromkeys(m.module for m in matrices)
+        ]  # fmt: skip
+        chunk.add_module(CHILD, Adapters(chunk, modules))
         _store_factors_only(chunk)
-        embedding = getattr(chunk, "embedding", None)
-        if embedding is not None:
-            # Recomputed layers pass gradients on only if their input has some.
-            embedding.register_forward_hook(_let_gradients_pass)
-            for weight in embedding.parameters():
-                weight.main_grad = weight.new_empty(0)  # stages with tied embeddings sum it
-        if getattr(chunk, "output_layer", None) is not None and chunk.output_layer.weight is not None:
-            chunk.output_layer.weight.main_grad = chunk.output_layer.weight.new_empty(0)
         return chunk
 
     return attach
@@ -68,7 +64,7 @@ def adapters_of(chunks: Sequence[Module]) -> list[Adapters]:
 def store(chunks: Sequence[Module], base: bool) -> None:
     """From now on state dicts of the chunks hold and take only W (base), or only the factors."""
     for one in adapters_of(chunks):
-        one.of_base = base
+        one.store(base)
 
 
 class BaseModel:
@@ -87,20 +83,35 @@ class BaseModel:
                 one.enabled = True
 
 
+def _freeze(chunk: Module, args: Namespace) -> None:
+    """Freeze the chunk's weights, and what else of Megatron changes them, or would add their gradients to buffers."""
+    chunk.requires_grad_(False)
+    for module in chunk.modules():
+        for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+            if getattr(module, name, False):
+                setattr(module, name, False)
+    args.gemm_gradient_accumulation_fusion = False  # MindSpeed's, read in each call
+    args.moe_router_bias_update_rate = chunk.config.moe_router_bias_update_rate = 0.0
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None:
+        embedding.register_forward_hook(_let_gradients_pass)
+    for module in (embedding, getattr(chunk, "output_layer", None)):
+        for weight in module.parameters() if module is not None else ():
+            weight.main_grad = weight.new_empty(0)  # stages sum that of tied embeddings
+
+
 def _let_gradients_pass(_: Module, __: Any, out: Tensor) -> None:
+    """Recomputed layers pass gradients on only if their input has some."""
     if torch.is_grad_enabled():
         out.requires_grad_()
 
 
-def _sum_over_ranks(adapters: Adapters, parallel: Parallel) -> None:
-    """Tell each adapted module over which ranks it is split."""
+def _place(parallel: Parallel, rank: int) -> Place:
     from megatron.core import parallel_state
 
-    for one in adapters.modules_of:
-        if one.matrices[0].experts:
-            one.group = parallel_state.get_expert_tensor_parallel_group() if parallel.expert_tp > 1 else None
-        else:
-            one.group = parallel_state.get_tensor_model_parallel_group() if parallel.tp > 1 else None
+    tensor = parallel_state.get_tensor_model_parallel_group() if parallel.tp > 1 else None
+    experts = parallel_state.get_expert_tensor_parallel_group() if parallel.expert_tp > 1 else None
+    return Place(parallel.coordinates(rank), parallel.cp, tensor, experts)
 
 
 def _store_factors_only(chunk: Module) -> None:
@@ -109,18 +120,18 @@ def _store_factors_only(chunk: Module) -> None:
     own = f"{CHILD}."
 
     def without_base(_: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for name in list(state) if not adapters.of_base else ():
+        for name in () if adapters.base_stored else list(state):
             if not name.startswith(prefix + own):
                 del state[name]
 
     def with_base(state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if not adapters.of_base:
-            adapters.of_base = True
-            state |= {name: tensor for name, tensor in chunk.state_dict(prefix=prefix, keep_vars=True).items()}
-            adapters.of_base = False
+        if not adapters.base_stored:
+            adapters.store(base=True)
+            state.update(chunk.state_dict(prefix=prefix, keep_vars=True))
+            adapters.store(base=False)
 
     def sharded_state_dict(prefix: str = "", *given: Any, **named: Any) -> Mapping[str, Any]:
-        if adapters.of_base:
+        if adapters.base_stored:
             return sharded(prefix, *given, **named)
         return adapters.sharded_state_dict(prefix + own)
 

@@ -22,7 +22,7 @@ from mindspeed_rl_plugin.checkpoints import conversion, disk
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 from mindspeed_rl_plugin.checkpoints.saved_args import other_layout, other_order, other_sizes
 from mindspeed_rl_plugin.checkpoints.start_decision import NOT_SAVED, decide
-from mindspeed_rl_plugin.checks import early, episode_checks, schedule_checks, taken_over, upstream_checks
+from mindspeed_rl_plugin.checks import early, episode_checks, lora_checks, schedule_checks, taken_over, upstream_checks
 from mindspeed_rl_plugin.checks.refusal import Refusal, lines_of
 from mindspeed_rl_plugin.checks.refused_flags import RUN, WHOLE, refusals
 from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
@@ -117,7 +117,7 @@ def warnings(args: Any) -> list[str]:
     low = config.algorithm.clip_low
     if low is not None and low >= 1:
         lines.append(f"--rl-clip-low {low}: a ratio is never below 0, so the bound 1 - {low} has no effect")
-    notes = (*episode_checks.notes(config), *schedule_checks.notes(config))
+    notes = (*episode_checks.notes(config), *schedule_checks.notes(config), *lora_checks.notes(args, config))
     return [*lines, *notes, *upstream_checks.remarks(args, config)]
 
 
@@ -339,6 +339,7 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.context_parallel,
     upstream_checks.packed_rows,
     upstream_checks.router_replay,
+    lora_checks.problems,
     upstream_checks.flash_attention,
     upstream_checks.gradients,
     upstream_checks.shared_memory,

@@ -33,13 +33,13 @@ _OTHER_ATTENTION = {
     "softmax_type": "attention sinks",
 }
 # The same where hooks of layers are needed, by which they know branches of trees and given experts.
-_OUTSIDE_OF_LAYERS = {
+OUTSIDE_OF_LAYERS = {
     "moe_fb_overlap": "runs parts of a layer outside of its forward pass",
     "overlap_moe_expert_parallel_comm": "runs parts of a layer outside of its forward pass",
     "moe_zero_memory": "runs parts of a layer outside of its forward pass",
 }
 _CAPACITY = {"moe_expert_capacity_factor": "experts have places for fewer tokens than the rows have"}
-_EXPERTS_OUTSIDE = {
+EXPERTS_OUTSIDE = {
     "swap_attention": "recomputes experts outside of their layer's forward pass",
     "moe_alltoall_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
     "moe_allgather_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
@@ -149,10 +149,10 @@ def packed_rows(args: Any, config: RLConfig) -> Iterator[str]:
     hooked = shared or config.forward.router_replay is not None  # attention gets boundaries from hooks of layers
     if not flag:
         return
-    names = _OTHER_ATTENTION | (_OUTSIDE_OF_LAYERS | _CAPACITY if shared else {})
+    names = _OTHER_ATTENTION | (OUTSIDE_OF_LAYERS | _CAPACITY if shared else {})
     if engine and not (shared or mindspeed):  # TransformerEngine has windows and sinks of packed rows
         names = {name: what for name, what in names.items() if "window" not in what and "sink" not in what}
-    yield from _do_not_fit(args, flag, names | (_experts_outside(args) if shared and experts else {}))
+    yield from do_not_fit(args, flag, names | (_experts_outside(args) if shared and experts else {}))
     balance, coefficient = (getattr(args, name, None) for name in ("moe_router_load_balancing_type", AUXILIARY[0]))
     if experts and "seq_aux_loss" in (balance if isinstance(balance, list) else [balance]) and coefficient:
         yield (
@@ -196,16 +196,16 @@ def router_replay(args: Any, config: RLConfig) -> Iterator[str]:
     if getattr(args, "moe_router_fusion", False):
         yield f"{flag}: --moe-router-fusion chooses experts inside a kernel; remove one of them"
     hybrid = {name: what for name, what in _OTHER_ATTENTION.items() if "state" in what}
-    yield from _do_not_fit(args, flag, hybrid | _OUTSIDE_OF_LAYERS | _experts_outside(args))
+    yield from do_not_fit(args, flag, hybrid | OUTSIDE_OF_LAYERS | _experts_outside(args))
 
 
 def _experts_outside(args: Any) -> dict[str, str]:
     """Attributes with which experts are recomputed where hooks do not run, and the reasons."""
     again = getattr(args, "moe_layer_recompute", False)
-    return {name: what for name, what in _EXPERTS_OUTSIDE.items() if again or not name.endswith("_overlap_comm")}
+    return {name: what for name, what in EXPERTS_OUTSIDE.items() if again or not name.endswith("_overlap_comm")}
 
 
-def _do_not_fit(args: Any, flag: str, names: dict[str, str]) -> Iterator[str]:
+def do_not_fit(args: Any, flag: str, names: dict[str, str]) -> Iterator[str]:
     """A message for each of the attributes that is given. names: attribute -> the reason."""
     for name, what in names.items():
         if (value := getattr(args, name, None)) not in _NOT_GIVEN:

@@ -87,7 +87,11 @@ def theirs(model, factors, tokens):
         given[stacked] = given[stacked] + torch.stack([at if e == int(expert) else whole[e] for e in range(len(whole))])
     loss = loss_of(torch.func.functional_call(model, given, (tokens,)).logits, tokens)
     loss.backward()
-    return loss.item(), {name: [t.grad for t in pair] for name, pair in factors.items()}, loss_of(model(tokens).logits, tokens).item()
+    return (
+        loss.item(),
+        {name: [t.grad for t in pair] for name, pair in factors.items()},
+        loss_of(model(tokens).logits, tokens).item(),
+    )
 
 
 def loss_of(logits, tokens):
@@ -140,7 +144,9 @@ def check(case, folder):
     """Largest relative difference."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(case["family"], vocab_size=VOCAB, **SIZES | FAMILIES[case["family"]])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager").double()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).double()
     rank, shape = dist.get_rank(), None
     if rank == 0:
         model.save_pretrained(folder)
@@ -153,7 +159,16 @@ def check(case, folder):
     args = parsed(megatron_arguments(shape, parallel, published), [*HOST.split(), *case.get("flags", "").split()])
     args.params_dtype = torch.float64
     shape = ModelShape.from_megatron_args(args, VOCAB)
-    sizes = {n: getattr(args, n) for n in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size")}
+    sizes = {
+        n: getattr(args, n)
+        for n in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        )
+    }
     parallel_state.initialize_model_parallel(**sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     lora = LoraConfig(RANK, RANK * SCALE, tuple(case.get("targets", ())))
@@ -164,7 +179,13 @@ def check(case, folder):
     live = stored_parameters(chunks)
     fill(live, megatron_layout(shape, parallel, rank, *trainer_storage(shape, parallel, rank, live)), folder)
     factors = factors_of(shape, lora.lora_targets)
-    held = [(m, f, i) for one in adapters for x in one.modules_of for m, *pair in x._pairs(x.factors) for i, f in enumerate(pair)]
+    held = [
+        (m, f, i)
+        for one in adapters
+        for x in one.modules_of
+        for m, *pair in x._pairs(x.factors)
+        for i, f in enumerate(pair)
+    ]
 
     def part(matrix, values, i):
         low = slice(matrix.start, matrix.start + matrix.size)
@@ -194,10 +215,16 @@ def check(case, folder):
             group = "expert_data" if matrix.experts else "data"
             dist.all_reduce(grad, group=getattr(parallel_state, f"get_{group}_parallel_group")())
         copies = parallel.dp  # each has the same rows
-        worst.append((float((grad - copies * want).abs().max() / (copies * want).abs().max().clamp_min(1e-300)), f"{matrix.name} {'AB'[i]}"))
+        worst.append(
+            (
+                float((grad - copies * want).abs().max() / (copies * want).abs().max().clamp_min(1e-300)),
+                f"{matrix.name} {'AB'[i]}",
+            )
+        )
     import os
-    if 'SHOW' in os.environ:
-        print(*sorted(worst), sep='\n', flush=True)
+
+    if "SHOW" in os.environ:
+        print(*sorted(worst), sep="\n", flush=True)
     parallel_state.destroy_model_parallel()
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, max(worst))

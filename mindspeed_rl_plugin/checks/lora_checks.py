@@ -1,0 +1,51 @@
+"""Refuses arguments with which adapters of --rl-lora-rank cannot be right, and notes what is changed for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mindspeed_rl_plugin.adapters.targets import matrices, target_names, unknown_targets
+from mindspeed_rl_plugin.algorithms import resolve
+from mindspeed_rl_plugin.checks.upstream_checks import EXPERTS_OUTSIDE, OUTSIDE_OF_LAYERS, do_not_fit
+from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.layout.shape import ModelShape
+
+_OWN_STORAGE = {
+    "mla_mm_split": "stores a matrix in two pieces",
+    "schedules_method": "its pipeline was not tested with adapters",
+    "reuse_fp32_param": "its weights share memory with main parameters, which a frozen weight lacks",
+}
+
+
+def problems(args: Any, config: RLConfig) -> Iterator[str]:
+    """One message for each problem. Raises ValueError for a model of no known family."""
+    rank, targets = config.lora.lora_rank, config.lora.lora_targets
+    if rank is None:
+        return
+    flag = f"--rl-lora-rank {rank}"
+    if resolve(config.algorithm).needs_critic:
+        yield f"{flag} with --rl-advantage gae: a critic would be trained as a whole; remove it, or use another advantage"
+    yield from do_not_fit(args, flag, _OWN_STORAGE | OUTSIDE_OF_LAYERS | EXPERTS_OUTSIDE)
+    shape, tp = ModelShape.from_megatron_args(args, vocab=1), args.tensor_model_parallel_size
+    if unknown := unknown_targets(shape, targets):
+        known = ", ".join(target_names(shape))
+        yield f"--rl-lora-targets {' '.join(unknown)}: this model has no such linear layer; it has {known}"
+        return
+    if rank > (most := max(min(size) for _, size in matrices(shape, targets))):
+        yield f"{flag} is more than any of its matrices has rows or columns ({most}); lower it"
+    if not shape.table.mla and tp > shape.groups:
+        yield (
+            f"{flag} with --tensor-model-parallel-size {tp}: ranks would have parts of a query group (there are "
+            f"{shape.groups}); give at most {shape.groups}"
+        )
+
+
+def notes(args: Any, config: RLConfig) -> Iterator[str]:
+    """Lines about what is changed for adapters."""
+    rate = getattr(args, "moe_router_bias_update_rate", None)
+    if config.lora.lora_rank is not None and rate and getattr(args, "moe_router_enable_expert_bias", False):
+        yield (
+            f"--moe-router-bias-update-rate {rate} is 0 in this run: with --rl-lora-rank the base model, which is the "
+            "reference, must not change"
+        )
