@@ -25,7 +25,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
         return
     flag = f"--rl-lora-rank {rank}"
     if resolve(config.algorithm).needs_critic:
-        yield f"{flag} with --rl-advantage gae: a critic would be trained as a whole; remove it, or use another advantage"
+        yield f"{flag} with --rl-advantage gae: a critic would be trained as a whole; give another advantage"
     yield from do_not_fit(args, flag, _OWN_STORAGE | OUTSIDE_OF_LAYERS | EXPERTS_OUTSIDE)
     shape, tp = ModelShape.from_megatron_args(args, vocab=1), args.tensor_model_parallel_size
     if unknown := unknown_targets(shape, targets):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_rl_plugin.algorithms import Algorithm
-from mindspeed_rl_plugin.config.run_flags import ForwardConfig
+from mindspeed_rl_plugin.config.run_flags import ForwardConfig, LoraConfig
 from mindspeed_rl_plugin.config.schedule_flags import ScheduleConfig
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.rollout_plan import of_epoch
@@ -38,6 +38,25 @@ def choices(algorithm: Algorithm) -> dict[str, float | str]:
         "--rl-filtration": algorithm.filtration,
         "--rl-advantage": algorithm.advantage,
     }
+
+
+def adapter(lora: LoraConfig) -> dict[str, Any]:
+    """Values of the flags that decide which adapters a checkpoint holds; empty without adapters."""
+    if lora.lora_rank is None:
+        return {}
+    scale, targets = lora.lora_alpha or lora.lora_rank, sorted(lora.lora_targets)
+    return {"--rl-lora-rank": lora.lora_rank, "--rl-lora-alpha": scale, "--rl-lora-targets": " ".join(targets) or "all"}
+
+
+def check_adapter(state: Mapping[str, Any], now: Mapping[str, Any], iteration: int) -> None:
+    """Refuse other adapters than those of the checkpoint. now: `adapter` of the present flags. Raises ValueError."""
+    before = state.get("adapter", {})
+    if before != now:
+        shown = [" ".join(f"{flag} {value}" for flag, value in each.items()) or "none" for each in (before, now)]
+        raise ValueError(
+            f"the adapters of the checkpoint of iteration {iteration} are those of {shown[0]}, and the flags give "
+            f"{shown[1]}: resume with the former, or give another --save to begin anew"
+        )
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], flags: Iterable[str]) -> list[str]:

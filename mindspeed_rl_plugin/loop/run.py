@@ -66,6 +66,7 @@ class Run:
     def check_state(self, state: Mapping[str, Any], iteration: int) -> None:
         """Raise ValueError if these flags cannot continue with the RL state of the checkpoint of `iteration`."""
         algorithm = self.inputs.algorithm
+        resume.check_adapter(state, resume.adapter(self.inputs.config.lora), iteration)
         self.inputs.data.check_state(state["cursor"])
         if not algorithm.from_pairs:
             names = {spec.name for spec, _ in self.inputs.own_stages}
@@ -112,6 +113,7 @@ class Run:
             **loop.job.plan.state(),
             TRAINED: loop.trained,
             "cut": self._cut(),
+            "adapter": resume.adapter(self.inputs.config.lora),
             "choices": resume.choices(self.inputs.algorithm),
             "rollout": dataclasses.asdict(loop.rollout) if loop.rollout and loop.job.plan.steps else None,
             "cursor": self.inputs.data.state(),
