@@ -118,7 +118,7 @@ class AdaptedModule(Module):
                 if hasattr(base, attribute):
                     setattr(made, attribute, getattr(base, attribute))
             if matrix.axis is not None:
-                made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, 2 - matrix.axis, 1
+                made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, 1 + matrix.axis, 1
                 # Megatron's norm counts a factor that several ranks have only where it is not "shared".
                 made.shared = not matrix.splits(name) and self.place.peer(matrix) > 0
             yield made

@@ -53,7 +53,7 @@ class Adapted:
 
     def in_whole(self, factor: str, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape of the factor of all ranks and experts, and where the one of this rank, of `shape`, begins in it."""
-        part = 2 - self.axis if self.splits(factor) else None
+        part = 1 + self.axis if self.splits(factor) else None
         whole = [self.of, *(self.shape[self.axis] if i == part else shape[i] for i in (1, 2))]
         return tuple(whole), (min(self.experts, default=0), *(self.start if i == part else 0 for i in (1, 2)))
 
