@@ -67,6 +67,21 @@ def store(chunks: Sequence[Module], base: bool) -> None:
         one.store(base)
 
 
+def check_ran(chunks: Sequence[Module]) -> None:
+    """After a step: raises ValueError if a layer ran, or its backward, without its adapter: it would not learn."""
+    idle = [
+        f"{one.path} ({'backward' if one.calls else 'forward'})"
+        for adapters in adapters_of(chunks)
+        for one in adapters.modules_of
+        if not one.backwards
+    ]
+    if idle:
+        raise ValueError(
+            f"{len(idle)} linear modules did not run with their adapters in the first step: {', '.join(idle[:4])}; a "
+            "flag of this launch uses their weights outside of them: name others with --rl-lora-targets, and report it"
+        )
+
+
 class BaseModel:
     """The model without its adapters, as the reference: nothing is copied."""
 

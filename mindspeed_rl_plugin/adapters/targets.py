@@ -97,7 +97,8 @@ def adapted(
 ) -> list[Adapted]:
     """All that a trainer rank stores of adapted matrices, in the order of its parameters.
 
-    kinds: see `live.trainer_storage`. Module paths start with `chunk_prefix`.
+    kinds: see `live.trainer_storage`. Module paths start with `chunk_prefix`. Raises ValueError for a matrix of which
+    the rank stores several pieces.
     """
     wanted = {name + ".weight" for name, _ in matrices(shape, targets)}
     tensors, places = canonical_tensors(shape), dict[tuple[str, str], list[tuple[str, str, tuple[Segment, ...]]]]()
@@ -116,7 +117,11 @@ def _adapted(
 ) -> Adapted:
     segments = held[0][2]
     axis, start, size = segments[0].axis, min(s.start for s in segments), sum(s.size for s in segments)
-    assert max(s.stop for s in segments) - start == size, f"{name} is stored in pieces that do not follow each other"
+    if max(s.stop for s in segments) - start != size:
+        raise ValueError(
+            f"adapters: of {name} a tensor parallel rank stores rows that do not follow each other; give "
+            f"--tensor-model-parallel-size 1, or --rl-lora-targets without {name.rpartition('.')[2]}"
+        )
     experts = tuple(int(found[1]) for canonical, *_ in held if (found := _EXPERT_NUMBER.search(canonical)))
     stored = tuple((attribute, places) for _, attribute, places in held)
     return Adapted(name, experts, shape, axis if size < shape[axis] else None, start, size, module, stored)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_rl_plugin.adapters.targets import matrices, target_names, unknown_targets
+from mindspeed_rl_plugin.adapters.targets import adapted, matrices, target_names, unknown_targets
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.checks.upstream_checks import EXPERTS_OUTSIDE, OUTSIDE_OF_LAYERS, do_not_fit
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
+from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
 _OWN_STORAGE = {
@@ -34,7 +36,9 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
         return
     if rank > (most := max(min(size) for _, size in matrices(shape, targets))):
         yield f"{flag} is more than any of its matrices has rows or columns ({most}); lower it"
-    if not shape.table.mla and tp > shape.groups:
+    if shape.table.mla or tp <= shape.groups:
+        adapted(shape, Parallel.from_megatron_args(args), 0, (IMPLS[0], EXPERTS[0]), targets)
+    else:
         yield (
             f"{flag} with --tensor-model-parallel-size {tp}: ranks would have parts of a query group (there are "
             f"{shape.groups}); give at most {shape.groups}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch.nn import Module
 
+from mindspeed_rl_plugin.adapters.attach import check_ran
 from mindspeed_rl_plugin.forward import ForwardSettings, router_replay
 from mindspeed_rl_plugin.forward.pipeline import compute_logps, compute_routed_logps
 from mindspeed_rl_plugin.loop.inputs import Inputs
@@ -52,4 +53,6 @@ class MegatronTrainer:
         return compute_routed_logps(self.model, micro_batches, self.settings)
 
     def step(self, micro_batches: Sequence[Rows], call: TrainStep, *, version: int) -> Stepped:
-        return take_step(self.policy, micro_batches, call, version=version)
+        stepped = take_step(self.policy, micro_batches, call, version=version)
+        check_ran(self.model)
+        return stepped

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "weights"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_models import HOST, SIZES, FAMILIES  # noqa: E402
+from family_models import FAMILIES, HOST, SIZES  # noqa: E402
 from family_ranks import fill  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from mindspeed_rl_plugin.adapters.attach import BaseModel, adapters_of, attaching  # noqa: E402
 from mindspeed_rl_plugin.adapters.targets import matrices  # noqa: E402
 from mindspeed_rl_plugin.config.run_flags import LoraConfig  # noqa: E402
-from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, canonical_tensors, megatron_layout  # noqa: E402
+from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_layout  # noqa: E402
 from mindspeed_rl_plugin.tools.convert.arguments import megatron_arguments  # noqa: E402
 from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage  # noqa: E402
 
@@ -221,10 +221,6 @@ def check(case, folder):
                 f"{matrix.name} {'AB'[i]}",
             )
         )
-    import os
-
-    if "SHOW" in os.environ:
-        print(*sorted(worst), sep="\n", flush=True)
     parallel_state.destroy_model_parallel()
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, max(worst))
