@@ -31,7 +31,7 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states; of a
     tree the output of its T tokens."""
     run = batch.tree or batch
-    if router_replay.records:
+    if router_replay.recorded is not None:
         _install(model, batch)
     if batch.segments is None and batch.routes is None:
         return model(run.tokens, run.position_ids, batch.attention_mask)
