@@ -69,16 +69,11 @@ class RouteSizes:
         return route_dtype(self.experts)
 
 
-def checked(rows: Tensor, who: str) -> Tensor:
-    """The same rows `[T, M, K]`. Raises RuntimeError if a token has one expert twice, as in rows that were never
-    written."""
+def column_of(rows: Tensor, who: str) -> Tensor:
+    """The column `[T + 1, M, K]` of rows `[T, M, K]` whose entry t is of token t as input. Raises RuntimeError if a
+    token has one expert twice, as in rows that were never written."""
     if rows.shape[2] > 1 and (rows[..., 0] == rows[..., 1]).any():
         raise RuntimeError(f"routes of {who}: a token has chosen one expert twice, so its choice was not recorded")
-    return rows
-
-
-def after_first(rows: Tensor) -> Tensor:
-    """The column `[T + 1, M, K]` of rows whose entry t is of token t as input."""
     return torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows])
 
 
@@ -154,7 +149,7 @@ class RouteRecorder:
     def routes(self, request: str, tokens: int) -> Tensor:
         """`[tokens, M, K]` on the host: the routes of a request's first tokens, prompt and response. request: vLLM's
         own id. They must be read before the step after its last."""
-        return after_first(checked(self._recorded(self._held[request], tokens - 1), request))
+        return column_of(self._recorded(self._held[request], tokens - 1), request)
 
     def sleep(self) -> None:
         """Free what is indexed by slots, together with the KV cache."""

@@ -8,7 +8,7 @@ version of Megatron, MindSpeed and MindSpeed-LLM. The first call of each router 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,9 @@ class Routes:
         read, last = part.nonzero()[:, 0], torch.full((tree.tokens.shape[1],), -1)
         last.scatter_reduce_(0, tree.at[read], read, "amax")
         return cls(ids[:, last.clamp(min=0)], torch.where(last < 0, 0, part[last]), rows)
+
+    def to(self, device: torch.device) -> Routes:
+        return replace(self, ids=self.ids.to(device), part=self.part.to(device))
 
 
 class Choice(TorchFunctionMode):
@@ -203,8 +206,7 @@ def check(numbers: tuple[int, ...]) -> Tensor:
     now, ever = total.unbind(1)
     if idle := [number for number, slots in zip(numbers, now[..., 0].sum(1), strict=True) if not slots]:
         raise ValueError(
-            f"--rl-router-replay: {len(idle)} of {len(numbers)} layers with experts got no routes, the first: {idle[0]}; "
-            f"{FIX}"
+            f"--rl-router-replay: {len(idle)} of {len(numbers)} layers with experts got no routes, as {idle[0]}; {FIX}"
         )
     for i, part in enumerate(PARTS):
         if part not in checked and ever[:, i, 0].min() >= CHECKED:

@@ -212,6 +212,6 @@ def test_rows_go_with_a_copy_of_their_block_and_end_with_their_request(monkeypat
 @pytest.mark.quick
 def test_a_row_that_no_step_recorded_is_an_error() -> None:
     rows = torch.tensor([[[0, 1]], [[3, 2]], [[0, 0]]])
-    assert routes.after_first(routes.checked(rows[:2], "a")).tolist() == [[[0, 0]], [[0, 1]], [[3, 2]]]
+    assert routes.column_of(rows[:2], "a").tolist() == [[[0, 0]], [[0, 1]], [[3, 2]]]
     with pytest.raises(RuntimeError, match="routes of a: a token has chosen one expert twice"):
-        routes.checked(rows, "a")
+        routes.column_of(rows, "a")

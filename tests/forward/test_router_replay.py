@@ -158,7 +158,7 @@ def test_a_single_layer_with_experts_is_not_compared_with_itself():
 
 
 def test_a_layer_that_got_no_routes_is_refused():
-    with pytest.raises(ValueError, match="1 of 3 layers with experts got no routes, the first: 4"):
+    with pytest.raises(ValueError, match="1 of 3 layers with experts got no routes, as 4"):
         rollout(layers=2, numbers=(2, 3, 4))
 
 
