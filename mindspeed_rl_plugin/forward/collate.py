@@ -102,7 +102,7 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     mask = rows.columns.get("loss_mask", Ragged(torch.ones_like(tokens.values), tokens.offsets))
     tree = plan_tree(tokens, length, settings.multiple) if settings.shared else None
     routes = None
-    if "routes" in rows.columns:
+    if "routes" in rows.columns and settings.routed:  # the critic's routers choose
         _check_routes(rows["routes"], settings)
         ids, parts = laid_out(_shifted(rows["routes"], tokens, "routes")), laid_out(_parts(rows))
         routes = Routes.laid_out(ids, parts, tree)

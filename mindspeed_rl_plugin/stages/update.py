@@ -38,7 +38,8 @@ def build(spec: StageSpec, context: RankContext) -> Update:
         return Update(spec, context)
     from mindspeed_rl_plugin.update.value_step import ValueStep  # imports Megatron
 
-    return CriticUpdate(spec, context, ValueStep(context.algorithm, context.forward, context.critic.model))
+    settings = replace(context.forward, routed=())  # its routers choose
+    return CriticUpdate(spec, context, ValueStep(context.algorithm, settings, context.critic.model))
 
 
 @dataclass(frozen=True)

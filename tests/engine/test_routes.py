@@ -62,9 +62,9 @@ def worker_of(*layers, specs=()):
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ((None, None, None), r"config has 2 layers with experts, but vLLM 0\.\d+ has routers in 0 .*do not record"),
-        ((Router(), Router(), None), r"routers in 2 \(\[0, 1\]\)"),
-        ((None, Router(), Router(callback=False)), r"1 of 2 layers with experts \(the first: 2\).*vLLM 0.16"),
+        ((None, None, None), r"experts in layers \[1, 2\], but vLLM 0\.\d+.* has routers .* in \[\]; .*vLLM 0.16"),
+        ((Router(), Router(), None), r"\[1, 2\], but .* in \[0, 1\]; .*remove --rl-router-replay"),
+        ((None, Router(), Router(callback=False)), r"\[1, 2\], but .* in \[1\]; "),
     ],
 )
 def test_models_whose_routes_cannot_be_recorded(layers, text) -> None:
