@@ -52,7 +52,7 @@ def routes_of(completion: Completion | None) -> Tensor | None:
 class RouteSizes:
     """What the routes of a model are made of."""
 
-    layers: tuple[int, ...]  # numbers of the layers with experts
+    layers: tuple[int, ...]  # numbers of the layers with experts, from 0
     experts: int  # of a layer
     k: int  # experts a token
 
@@ -161,7 +161,7 @@ class RouteRecorder:
         def record(ids: Tensor) -> None:
             rows = vllm_api.own_rows(ids)
             assert rows.shape[1] == self._staging.shape[2], (rows.shape, self._staging.shape)
-            self._staging[layer, : len(rows)].copy_(rows)
+            self._staging[layer, : len(rows)] = rows
             self._heard.add(layer)
 
         return record

@@ -266,10 +266,9 @@ def own_rows(ids: torch.Tensor) -> torch.Tensor:
     own, shares, group = counts[place], getattr(engines, "local_sizes", None) or [], tp_group()
     if len(ids) == own:
         return ids
-    if len(ids) == sum(counts):
-        return ids[sum(counts[:place]) :][:own]
-    if len(ids) == sum(shares):
-        return ids[sum(shares[: place * len(shares) // len(counts)]) :][:own]
+    for sizes in (counts, shares):
+        if len(ids) == sum(sizes):
+            return ids[sum(sizes[: place * len(sizes) // len(counts)]) :][:own]
     assert len(ids) == -(-own // group.world_size), (len(ids), counts, shares, group.world_size)
     return group.all_gather(ids, dim=0)[:own]
 

@@ -105,10 +105,8 @@ def _attend(
     carried = _carried(mask, query.device)
     branches = carried.branches
     if branches is None:
-        if carried.causal:
-            mask = causal_mask(carried.causal, query.device)
-        elif carried.routes is not None:
-            mask = None
+        if carried.routes is not None:
+            mask = causal_mask(carried.causal, query.device) if carried.causal else None
         return forward(query, key, value, mask, *more, **named)
     if len(branches.kv_index):
         key, value = (t.index_select(0, branches.kv_index) for t in (key, value))
