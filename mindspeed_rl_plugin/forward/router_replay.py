@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from mindspeed_rl_plugin.forward.tree import PrefixTree
 from mindspeed_rl_plugin.ranks import gather_all
+from mindspeed_rl_plugin.rows import route_dtype
 
 CONTROLS = ("the token before", "the next layer", "other tokens")
 # Tokens that the engine read: before an interruption of the response, the one that it left unread, and after it.
@@ -143,7 +144,7 @@ def _record(router: torch.nn.Module, layer: int, own: Tensor, logits: Tensor) ->
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         own = gather_from_sequence_parallel_region(own)
-    recorded.setdefault(layer, []).append(own.to("cpu", torch.int16))
+    recorded.setdefault(layer, []).append(own.to("cpu", route_dtype(router.config.num_moe_experts)))
 
 
 @torch.no_grad()
