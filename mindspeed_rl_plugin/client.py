@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Gone, Lease, SampleId, from_tensordict, to_tensordict
 from mindspeed_rl_plugin.dock.api import numbers
-from mindspeed_rl_plugin.engine.routes import ROUTES, RouteSizes
+from mindspeed_rl_plugin.engine.routes import ROUTES
 from mindspeed_rl_plugin.generators.description import job_of, weights_of
 from mindspeed_rl_plugin.rows import FINISH, Column, Completion, GenerateRequest, Ragged, Rows, Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock, here
@@ -309,25 +309,8 @@ class Client:
         tokens = given["response"].values
         if len(wide := tokens[tokens.int() != tokens]):
             raise ValueError(f"give: token {wide[0]} has more than 32 bits; use the tokenizer of the job")
-        if routes:
-            self._check_routes(given)
-
-    def _check_routes(self, given: Rows) -> None:
-        """Raise ValueError for routes of other sizes than the model's, or with ids that it does not have."""
-        sizes, routes = RouteSizes.of(self._job.engine.config), given[ROUTES]
-        shape = [len(sizes.layers), sizes.k]
-        if [*routes.values.shape[1:]] != shape:
-            raise ValueError(f"give: 'routes' has entries of shape {[*routes.values.shape[1:]]}; give {shape}")
-        for sample, row, response in zip(given.ids, routes.rows(), given["response"].lengths.tolist(), strict=True):
-            length, name = len(self._taken[sample][1].prompt_tokens) + response, tuple(sample)
-            if len(row) != length:
-                raise ValueError(
-                    f"give: row {name} has {len(row)} routes; give {length}, one a token of prompt and response"
-                )
-            if row[:1].any() or ((row < 0) | (row >= sizes.experts)).any():
-                raise ValueError(
-                    f"give: row {name} has routes that are no ids below {sizes.experts}; entry 0 has zeros"
-                )
+        if routes and (ids := given[ROUTES].values).ne(ids.to(dtype := self.dock.columns[ROUTES].dtype)).any():
+            raise ValueError(f"give: 'routes' has entries that are no {dtype}; give ids of experts")
 
     def _completion(self, given: Rows, row: int) -> Completion:
         tokens = tuple(given["response"].row(row).tolist())
@@ -344,8 +327,7 @@ class Client:
             )
         columns: dict[str, Column] = {}
         if ROUTES in given.columns:
-            dtype = RouteSizes.of(self._job.engine.config).dtype
-            columns[ROUTES] = Ragged.from_rows([given[ROUTES].row(row)], dtype=dtype)
+            columns[ROUTES] = Ragged.from_rows([given[ROUTES].row(row)], self.dock.columns[ROUTES].dtype)
         logps = tuple(given["logps"].row(row).tolist())
         return Completion(given.ids[row], tokens, logps, FINISH[finish], segments, columns=columns)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.engine import vllm_api
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.host.engine_env import vllm_version
 from mindspeed_rl_plugin.layout.layout import ModelShape
 from mindspeed_rl_plugin.rows import Completion, route_dtype
@@ -51,7 +52,7 @@ def routes_of(completion: Completion | None) -> Tensor | None:
 class RouteSizes:
     """What the routes of a model are made of."""
 
-    layers: tuple[int, ...]  # numbers of the layers with experts
+    layers: tuple[int, ...]  # numbers of the layers with experts, from 0
     experts: int  # of a layer
     k: int  # experts a token
 
@@ -61,7 +62,7 @@ class RouteSizes:
         shape = ModelShape.from_hf_config(config)
         layers = tuple(sorted({*range(shape.layers)} - {*shape.dense_layers})) if shape.moe_layers else ()
         if not layers:
-            raise ValueError(f"a model of family {shape.family} has no experts, so no routes; do not record routes")
+            raise ValueError(f"a model of family {shape.family} has no experts; remove --rl-router-replay rollout")
         return cls(layers, shape.experts, config["num_experts_per_tok"])
 
     @property
@@ -69,16 +70,11 @@ class RouteSizes:
         return route_dtype(self.experts)
 
 
-def checked(rows: Tensor, who: str) -> Tensor:
-    """The same rows `[T, M, K]`. Raises RuntimeError if a token has one expert twice, as in rows that were never
-    written."""
+def column_of(rows: Tensor, who: str) -> Tensor:
+    """The column `[T + 1, M, K]` of rows `[T, M, K]` whose entry t is of token t as input. Raises RuntimeError if a
+    token has one expert twice, as in rows that were never written."""
     if rows.shape[2] > 1 and (rows[..., 0] == rows[..., 1]).any():
         raise RuntimeError(f"routes of {who}: a token has chosen one expert twice, so its choice was not recorded")
-    return rows
-
-
-def after_first(rows: Tensor) -> Tensor:
-    """The column `[T + 1, M, K]` of rows whose entry t is of token t as input."""
     return torch.cat([rows.new_zeros(1, *rows.shape[1:]), rows])
 
 
@@ -110,17 +106,11 @@ class RouteRecorder:
     def bind(self, worker: Any) -> None:
         """Set the callbacks; before graphs are captured. Raises ValueError for a model that cannot be recorded."""
         found, sizes = vllm_api.routers(worker), self._sizes
-        version = ".".join(map(str, vllm_version()))
         if sorted(found) != list(sizes.layers):
             raise ValueError(
-                f"routes cannot be recorded: the config has {len(sizes.layers)} layers with experts, but vLLM "
-                f"{version} has routers in {len(found)} ({sorted(found)}); do not record routes of this model"
-            )
-        if unable := [number for number in sizes.layers if not hasattr(found[number], "set_capture_fn")]:
-            raise ValueError(
-                f"vLLM {version} cannot tell which experts it chose: {len(unable)} of {len(found)} layers with experts "
-                f"(the first: {unable[0]}) have no router with a callback (set_capture_fn); vLLM 0.16 and newer have "
-                "it: install such a vLLM, or do not record routes"
+                f"routes cannot be recorded: the model has experts in layers {[*sizes.layers]}, but vLLM "
+                f"{'.'.join(map(str, vllm_version()))} has routers with a callback (set_capture_fn) in "
+                f"{sorted(found)}; install vLLM 0.16 or newer, or remove --rl-router-replay rollout"
             )
         shape, device = (len(found), self._capacity, sizes.k), vllm_api.model_device(worker)
         self._staging = torch.zeros(shape, dtype=sizes.dtype, device=device)
@@ -135,10 +125,15 @@ class RouteRecorder:
             raise ValueError(
                 f"routes cannot be recorded: {silent} of {layers} layers with experts chose without vLLM's callback "
                 "(set_capture_fn). A kernel that chooses by itself does so, and vllm-ascend before its pull request "
-                "13882; install another version, or do not record routes"
+                "13882; install another version, or remove --rl-router-replay rollout"
             )
         self._worker, (self._group, self._block, slots) = worker, vllm_api.kv_slots(worker)
         self._shape, self._none = (slots + 1, layers, k), self._staging.new_zeros(0, layers, k, device="cpu")
+        size = slots * layers * k * self._staging.itemsize / 2**20
+        say(
+            f"routes of experts take {size:.3g} MiB beside the KV cache of each rank: {slots} tokens, {layers} layers, "
+            f"{k} experts"
+        )
         runner = worker.model_runner
         execute = runner.execute_model
 
@@ -154,7 +149,7 @@ class RouteRecorder:
     def routes(self, request: str, tokens: int) -> Tensor:
         """`[tokens, M, K]` on the host: the routes of a request's first tokens, prompt and response. request: vLLM's
         own id. They must be read before the step after its last."""
-        return after_first(checked(self._recorded(self._held[request], tokens - 1), request))
+        return column_of(self._recorded(self._held[request], tokens - 1), request)
 
     def sleep(self) -> None:
         """Free what is indexed by slots, together with the KV cache."""
@@ -166,7 +161,7 @@ class RouteRecorder:
         def record(ids: Tensor) -> None:
             rows = vllm_api.own_rows(ids)
             assert rows.shape[1] == self._staging.shape[2], (rows.shape, self._staging.shape)
-            self._staging[layer, : len(rows)].copy_(rows)
+            self._staging[layer, : len(rows)] = rows
             self._heard.add(layer)
 
         return record

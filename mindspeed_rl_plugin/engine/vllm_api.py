@@ -232,12 +232,11 @@ def model_device(worker: Any) -> torch.device:
 
 
 def routers(worker: Any) -> dict[int, Any]:
-    """The router of each layer with experts, by the layer's number; None where this vLLM has no routers of their own
-    (before 0.15). Draft models are models of their own, so they are not here."""
+    """The router with a callback of each layer with experts, by the layer's number; before 0.16 none has one. Draft
+    models are models of their own, so they are not here."""
     found: dict[int, Any] = {}
     for name, module in model(worker).named_modules():
-        router = getattr(module, "router", None)
-        if hasattr(router, "select_experts") or hasattr(module, "select_experts"):
+        if hasattr(router := getattr(module, "router", None), "set_capture_fn"):
             number = int(_LAYER_NUMBER.search(f".{name}.")[1])
             assert found.setdefault(number, router) is router, f"layer {number} has two routers"
     return found
@@ -267,10 +266,9 @@ def own_rows(ids: torch.Tensor) -> torch.Tensor:
     own, shares, group = counts[place], getattr(engines, "local_sizes", None) or [], tp_group()
     if len(ids) == own:
         return ids
-    if len(ids) == sum(counts):
-        return ids[sum(counts[:place]) :][:own]
-    if len(ids) == sum(shares):
-        return ids[sum(shares[: place * len(shares) // len(counts)]) :][:own]
+    for sizes in (counts, shares):
+        if len(ids) == sum(sizes):
+            return ids[sum(sizes[: place * len(sizes) // len(counts)]) :][:own]
     assert len(ids) == -(-own // group.world_size), (len(ids), counts, shares, group.world_size)
     return group.all_gather(ids, dim=0)[:own]
 
@@ -288,8 +286,8 @@ def kv_slots(worker: Any) -> tuple[int, int, int]:
             return number, spec.block_size, spec.block_size * config.num_blocks
     kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups}))
     raise ValueError(
-        f"routes cannot be recorded: the KV cache of this model has no layer with full attention, but {kinds}; do not "
-        "record routes of it"
+        f"routes cannot be recorded: the KV cache of this model has no layer with full attention, but {kinds}; remove "
+        "--rl-router-replay rollout"
     )
 
 

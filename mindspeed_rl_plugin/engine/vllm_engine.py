@@ -258,12 +258,7 @@ class VllmEngine:
             raise ValueError(f"{request.id}: all {sampling.max_tokens} tokens of the response are sampled already")
         if self._routes is not None and begun is not None and begun.tokens:
             old, length = routes_of(begun), len(prompt) + len(begun.tokens)
-            if old is None or len(old) != length:
-                raise ValueError(
-                    f"{request.id}: {'no' if old is None else len(old)} routes of the {length} tokens of prompt and "
-                    "begun response, but this engine records routes; continue only responses that an engine with "
-                    "record_routes began, or begin this one again"
-                )
+            assert old is not None and len(old) == length, f"{request.id}: {length} begun tokens without their routes"
         plain = sampling.temperature in (0.0, 1.0) and sampling.top_p == 1.0 and sampling.top_k <= 0
         if not (plain or self.processed):
             raise ValueError(

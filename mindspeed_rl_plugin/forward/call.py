@@ -31,12 +31,11 @@ def call_model(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
     """Output of one model chunk for a micro-batch: `[mb, S, V/tp]` logits of a language model, or hidden states; of a
     tree the output of its T tokens."""
     run = batch.tree or batch
-    if router_replay.records:
+    if router_replay.recorded is not None or batch.routes is not None:
         _install(model, batch)
     if batch.segments is None and batch.routes is None:
         return model(run.tokens, run.position_ids, batch.attention_mask)
     if batch.segments is None:
-        _install(model, batch)
         causal = run.tokens.shape[1] if batch.explicit_mask else 0
         return model(run.tokens, run.position_ids, Carried(causal=causal, routes=batch.routes).encoded())
     if batch.bounded and batch.ranks == 1 and batch.tree is None and batch.routes is None:

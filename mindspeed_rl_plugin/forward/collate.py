@@ -102,10 +102,9 @@ def collate(rows: Rows, settings: ForwardSettings, *, index: int = 0, columns: S
     mask = rows.columns.get("loss_mask", Ragged(torch.ones_like(tokens.values), tokens.offsets))
     tree = plan_tree(tokens, length, settings.multiple) if settings.shared else None
     routes = None
-    if "routes" in rows.columns:
-        _check_routes(rows["routes"], settings)
-        ids, parts = laid_out(_shifted(rows["routes"], tokens, "routes")), laid_out(_parts(rows))
-        routes = Routes.laid_out(ids, parts, tree)
+    if settings.routed and (given := rows.columns.get("routes")) is not None:  # the critic's routers choose
+        _check_routes(given, settings)
+        routes = Routes.laid_out(laid_out(_shifted(given, tokens, "routes")), laid_out(_parts(rows)), tree)
     return MicroBatch(
         index=index,
         tokens=laid_out(tokens).long(),
@@ -141,8 +140,7 @@ def causal_mask(length: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def _check_routes(routes: Ragged, settings: ForwardSettings) -> None:
-    """Raise ValueError for experts that the model does not have, or another number of layers."""
-    layers, most = routes.values.shape[1], int(routes.values.max()) if routes.values.numel() else 0
+    layers, most = routes.values.shape[1], int(routes.values.max())
     if layers != len(settings.routed) or most >= settings.experts:
         raise ValueError(
             f"routes name {layers} layers and experts up to {most}, the model has {len(settings.routed)} layers with "
@@ -153,13 +151,11 @@ def _check_routes(routes: Ragged, settings: ForwardSettings) -> None:
 def _parts(rows: Rows) -> Ragged:
     """`[L]` uint8 for each token that a model reads: 1 in the first part of a response, 2 at the token that an
     interruption left unread, 3 after it; 0 for the last token, which none reads."""
-    tokens = rows["tokens"]
-    parts = [torch.ones(n, dtype=torch.uint8) for n in tokens.lengths.tolist()]
+    parts = [torch.ones(n, dtype=torch.uint8) for n in rows["tokens"].lengths.tolist()]
     for i, part in enumerate(parts):
-        starts = rows["segments"].row(i)[1:, 0].tolist() if "segments" in rows.columns else []
-        for start in starts:
-            part[start:] = 3
-        part[[start - 1 for start in starts]] = 2
+        starts = rows["segments"].row(i)[1:, 0] if "segments" in rows.columns else []
+        if len(starts):
+            part[int(starts[0]) :], part[starts - 1] = 3, 2
         part[-1:] = 0
     return Ragged.from_rows(parts, torch.uint8)
 

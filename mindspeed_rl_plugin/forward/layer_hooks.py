@@ -105,10 +105,8 @@ def _attend(
     carried = _carried(mask, query.device)
     branches = carried.branches
     if branches is None:
-        if carried.causal:
-            mask = causal_mask(carried.causal, query.device)
-        elif carried.routes is not None:
-            mask = None
+        if carried.routes is not None:
+            mask = causal_mask(carried.causal, query.device) if carried.causal else None
         return forward(query, key, value, mask, *more, **named)
     if len(branches.kv_index):
         key, value = (t.index_select(0, branches.kv_index) for t in (key, value))
@@ -141,11 +139,9 @@ def _routing(
     carried = _carried(_layer_masks[-1], logits.device)
     branches = carried.branches
     whole = branches is None or not len(branches.at) or not _looks_at_all(router)
-    if carried.routes is not None and layer is not None:
+    if layer is not None and (carried.routes is not None or router_replay.recorded is not None):
         at = None if whole else branches.at
-        routing = functools.partial(router_replay.replay, router, layer, routing, routes=carried.routes, at=at)
-    elif router_replay.records and layer is not None:
-        routing = functools.partial(router_replay.record, router, layer, routing)
+        routing = functools.partial(router_replay.route, router, layer, routing, routes=carried.routes, at=at)
     if whole:
         return routing(logits, *more, **named)
     parts, at, first = int(branches.queries[-1]) // len(logits), branches.at, branches.first

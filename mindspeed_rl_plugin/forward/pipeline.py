@@ -24,7 +24,7 @@ from mindspeed_rl_plugin.forward.context_parallel import of_all_ranks, of_this_r
 from mindspeed_rl_plugin.forward.head import token_logps
 from mindspeed_rl_plugin.forward.output_layer import forward_scored
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
-from mindspeed_rl_plugin.rows import Ragged, Rows, route_dtype
+from mindspeed_rl_plugin.rows import Ragged, Rows
 from mindspeed_rl_plugin.weights.offload import gathered
 from mindspeed_rl_plugin.weights.storages import unwrap
 
@@ -143,7 +143,6 @@ def run_forward_only(
 
     def forward_step(data_iterator: Iterator[MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable]:
         batch = next(data_iterator).to(device)
-        router_replay.batch_index[0] = batch.index
         output = run_model(chunk, batch, settings if scored else None)
         if folded:
             _free(unwrap(chunk).decoder.input_tensor)
@@ -195,20 +194,20 @@ def compute_routed_logps(
 ) -> tuple[list[Ragged], list[Ragged]] | None:
     """As `compute_logps`, and for each micro-batch a ragged column `[L, layers with experts, K]` of the experts that
     each token chose: entry t + 1 has those of token t, entry 0 is 0."""
-    with router_replay.recording() as chosen:
-        logps = compute_logps(model, micro_batches, settings)
-    group, own = parallel_state.get_model_parallel_group(), parallel_state.get_tensor_model_parallel_rank() == 0
+    with swapped(vars(router_replay), recorded={}):
+        logps, chosen = compute_logps(model, micro_batches, settings), router_replay.recorded
+    group = parallel_state.get_pipeline_model_parallel_group()
     every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, chosen if own else {}, group=group)
+    dist.all_gather_object(every, chosen, group=group)
     if logps is None:
         return None
     found, columns = dict(item for of_rank in every for item in of_rank.items()), []
     for i, rows in enumerate(micro_batches):
-        batch, layers = collate(rows, settings, index=i), range(len(settings.routed))
-        values = torch.stack([found[i, layer] for layer in layers], 1)
+        batch = collate(rows, settings, index=i)
+        values = torch.stack([found[layer][i] for layer in range(len(settings.routed))], 1)
         if batch.tree is not None and len(values) == batch.tree.tokens.numel():
             values = values[batch.tree.at]
-        values = values.to(route_dtype(settings.experts)).unflatten(0, batch.tokens.T.shape).transpose(0, 1)
+        values = values.unflatten(0, batch.tokens.T.shape).transpose(0, 1)
         columns.append(to_rows(values, batch.lengths, packed=settings.packed))
     return logps, columns
 

@@ -7,9 +7,8 @@ version of Megatron, MindSpeed and MindSpeed-LLM. The first call of each router 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from mindspeed_rl_plugin.forward.tree import PrefixTree
 from mindspeed_rl_plugin.ranks import gather_all
+from mindspeed_rl_plugin.rows import route_dtype
 
 CONTROLS = ("the token before", "the next layer", "other tokens")
 # Tokens that the engine read: before an interruption of the response, the one that it left unread, and after it.
@@ -28,12 +28,11 @@ SKEWED = 0.9  # a control that agrees more proves nothing: most tokens choose th
 FIX = "remove --rl-router-replay, and report this router"
 ROUTE_COUNTS = ("slots", "doubled", "equal", *CONTROLS)
 
-records: list[dict[tuple[int, int], Tensor]] = []  # of the pass that records, if any
-batch_index = [0]  # of the micro-batch that the pass runs now
-# number of a layer with experts -> `[PARTS, ROUTE_COUNTS]` int64, since `differences` took them
+# of a pass that records: number of a layer with experts -> what its router chose in each micro-batch, in their order
+recorded: dict[int, list[Tensor]] | None = None
+# number of a layer -> `[2, PARTS, ROUTE_COUNTS]` int64, since `differences` and since the job began
 tallies: dict[int, Tensor] = {}
-_checked: list[Tensor] = []  # `[layers, ROUTE_COUNTS]` of passes since `differences`
-unchecked: dict[str, Tensor | int] = dict.fromkeys(PARTS, 0)  # their sum of each of PARTS that was not checked yet
+checked: set[str] = set()  # of PARTS
 
 
 @dataclass(frozen=True)
@@ -56,23 +55,27 @@ class Routes:
         last.scatter_reduce_(0, tree.at[read], read, "amax")
         return cls(ids[:, last.clamp(min=0)], torch.where(last < 0, 0, part[last]), rows)
 
+    def to(self, device: torch.device) -> Routes:
+        return replace(self, ids=self.ids.to(device), part=self.part.to(device))
+
 
 class Choice(TorchFunctionMode):
     """Within the context, a router chooses these experts. ids: `[N, K]` int64, part: as in `Routes`, of all tensor
-    parallel ranks; without them it chooses its own, which `own` records. experts: number of them."""
+    parallel ranks; without them it chooses its own. Raises ValueError at the end if it has not chosen by `torch.topk`.
+    """
 
     own: Tensor | None = None  # `[n, K]` that the router would have chosen, of those tokens that it saw
     ids: Tensor | None = None  # `[n, K]` that were given to these tokens
     part: Tensor | None = None  # `[n]`
     doubled: Tensor | None = None  # `[n]`, whether an expert is named twice; such a token chooses itself
 
-    def __init__(self, experts: int, topk: int, ids: Tensor | None = None, part: Tensor | None = None) -> None:
+    def __init__(self, router: torch.nn.Module, ids: Tensor | None = None, part: Tensor | None = None) -> None:
         super().__init__()
-        self._experts, self._topk, self._all, self._unmasked = experts, topk, (ids, part), None
+        self._router, self._all, self._unmasked = router, (ids, part), None
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.Tensor.masked_fill, torch.masked_fill) and args[0].shape[-1:] == (self._experts,):
+        kwargs, every = kwargs or {}, self._router.config.num_moe_experts
+        if func in (torch.Tensor.masked_fill, torch.masked_fill) and args[0].shape[-1:] == (every,):
             self._unmasked = args[0]  # also of experts outside of the groups from which this router would choose
         if func not in (torch.topk, torch.Tensor.topk) or not self._chooses(*args, **kwargs):
             return func(*args, **kwargs)
@@ -87,94 +90,81 @@ class Choice(TorchFunctionMode):
         ordered = self.ids.sort(1).values
         self.doubled = (ordered[:, 1:] == ordered[:, :-1]).any(1)  # Megatron would wait for more tokens than there are
         ids = torch.where(((self.part > 0) & ~self.doubled)[:, None], self.ids, result[1])
-        ids = ids.gather(1, scores.detach().gather(1, ids).topk(self._topk).indices)
+        ids = ids.gather(1, scores.detach().gather(1, ids).topk(ids.shape[1]).indices)
         return torch.return_types.topk((scores.gather(1, ids), ids))
 
+    def __exit__(self, kind: Any, error: Any, where: Any) -> None:
+        super().__exit__(kind, error, where)
+        if error is None and self.own is None:
+            raise ValueError(
+                f"--rl-router-replay: the router of layer {self._router.layer_number} chooses without torch.topk; {FIX}"
+            )
+
     def _chooses(self, scores: Tensor, k: int, dim: int = -1, *more: Any, **named: Any) -> bool:
-        return scores.dim() == 2 and scores.shape[1] == self._experts and k == self._topk and dim in (1, -1)
+        whole = scores.dim() == 2 and scores.shape[1] == self._router.config.num_moe_experts
+        return whole and k == self._router.topk and dim in (1, -1)
 
 
-def replay(
+def route(
     router: torch.nn.Module,
     layer: int,
     routing: Callable[..., tuple],
     logits: Tensor,
     *more: Any,
-    routes: Routes,
+    routes: Routes | None,
     at: Tensor | None,
     **named: Any,
 ) -> tuple[Tensor, ...]:
-    """What `routing` returns for logits `[n, 1, experts]`, or `[S, mb, experts]`, with the given experts.
+    """What `routing` returns for logits `[n, 1, experts]`, or `[S, mb, experts]`, with the given experts. Without
+    routes its own choice is recorded.
 
     layer: number of the layer among those with experts. at: tokens whose logits these are, on all tensor parallel ranks
     together; None: all N. Raises ValueError for a router whose choice cannot be replaced.
     """
-    (ids, of_next), part = routes.ids[[layer, (layer + 1) % len(routes.ids)]].long(), routes.part
-    if at is not None:
-        ids, of_next, part = ids[at], of_next[at], part[at]
-    sizes = router.config.num_moe_experts, router.topk
-    choice = Choice(*sizes, ids, part)
+    if routes is None:
+        with Choice(router) as choice:
+            result = routing(logits, *more, **named)
+        _record(router, layer, choice.own, logits)
+        return result
+    given = routes.ids[layer], routes.ids[(layer + 1) % len(routes.ids)], routes.part
+    ids, of_next, part = given if at is None else (each[at] for each in given)
     if "_rl_replays" not in vars(router):
-        with torch.no_grad():
-            _prove(router, lambda: routing(logits, *more, **named), sizes)
+        _prove(router, lambda: routing(logits, *more, **named))
         vars(router)["_rl_replays"] = True
-    with choice:
+    with Choice(router, ids.long(), part) as choice:
         result = routing(logits, *more, **named)
     _tally(layer, choice, of_next, routes.rows)
     return result
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[dict[tuple[int, int], Tensor]]:
-    """Records what routers choose within the context, in a pass without gradients: (number of the micro-batch, of the
-    layer) -> `[N, K]`; in trees with losses of routers, of all packed positions."""
-    records.append({})
-    try:
-        yield records[-1]
-    finally:
-        records.clear()
-
-
-def record(
-    router: torch.nn.Module, layer: int, routing: Callable[..., tuple], logits: Tensor, *more: Any, **named: Any
-) -> tuple[Tensor, ...]:
-    """What `routing` returns; its choice is recorded, of the tokens of all tensor parallel ranks."""
-    choice = Choice(router.config.num_moe_experts, router.topk)
-    with choice:
-        result = routing(logits, *more, **named)
-    if (own := choice.own) is None:
-        raise ValueError(_no_topk(router))
+def _record(router: torch.nn.Module, layer: int, own: Tensor, logits: Tensor) -> None:
+    """Add the choice of all tensor parallel ranks, `[N, K]` on the host, to `recorded`; in trees with losses of routers
+    of all packed positions."""
     if router.config.sequence_parallel and len(own) * logits.shape[-1] == logits.numel():  # it has not gathered them
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         own = gather_from_sequence_parallel_region(own)
-    records[-1][batch_index[0], layer] = own.to("cpu", torch.int16)
-    return result
+    recorded.setdefault(layer, []).append(own.to("cpu", route_dtype(router.config.num_moe_experts)))
 
 
-def _no_topk(router: torch.nn.Module) -> str:
-    return f"--rl-router-replay: the router of layer {router.layer_number} chooses without torch.topk; {FIX}"
-
-
-def _prove(router: torch.nn.Module, run: Callable[[], tuple], sizes: tuple[int, int]) -> None:
+@torch.no_grad()
+def _prove(router: torch.nn.Module, run: Callable[[], tuple]) -> None:
     """Raise ValueError unless the router, given its own choice, returns the same to the bit, and given other experts
     sends its tokens to these."""
-    original, own = run(), Choice(*sizes)
-    with own:
+    original = run()
+    with Choice(router) as choice:
         ordered = run()
-    if own.own is None:
-        raise ValueError(_no_topk(router))
-    every = own.own.new_ones(len(own.own))
-    for ids in (own.own, own.own.roll(1, 0)):
-        with Choice(*sizes, ids, every):
+    own, same = choice.own, True
+    others = {"its own choice as another": own, "other experts than those that it was given": own.roll(1, 0)}
+    for what, ids in others.items():
+        with Choice(router, ids, own.new_ones(len(own))):
             scores, chosen = run()
-        wanted = torch.zeros(len(ids), sizes[0], dtype=torch.bool, device=ids.device).scatter_(1, ids, True)
-        same = torch.equal(chosen, _of_rank(wanted, len(chosen)))
-        if ids is own.own:
-            same = same and all(torch.equal(a, b) for a, b in zip((scores, chosen), ordered, strict=True))
-            same = same and torch.equal(original[1], chosen)
+        wanted = torch.zeros(len(ids), router.config.num_moe_experts, dtype=torch.bool, device=ids.device)
+        same = torch.equal(chosen, _of_rank(wanted.scatter_(1, ids, True), len(chosen)))
+        if ids is own:
+            pairs = (scores, ordered[0]), (chosen, ordered[1]), (chosen, original[1])
+            same = same and all(torch.equal(*pair) for pair in pairs)
         if not same:
-            what = "its own choice as another" if ids is own.own else "other experts than those that it was given"
             raise ValueError(f"--rl-router-replay: the router of layer {router.layer_number} takes {what}; {FIX}")
 
 
@@ -195,8 +185,9 @@ def _tally(layer: int, choice: Choice, of_next: Tensor, rows: int) -> None:
     controls = ids.roll(rows, 0), _of_rank(of_next, len(ids)), ids.roll(len(ids) // 2, 0)
     equal = [(own[:, :, None] == other[:, None, :]).any(2).sum(1) for other in (ids, *controls)]
     of_token = torch.stack([torch.full_like(equal[0], ids.shape[1]), choice.doubled.to(equal[0]), *equal], 1)
-    counts = torch.stack([of_token[choice.part == 1 + i].sum(0) for i in range(len(PARTS))])
-    tallies[layer] = tallies.get(layer, 0) + counts
+    in_part = choice.part == torch.arange(1, 1 + len(PARTS), device=ids.device)[:, None]
+    counts = (in_part[:, :, None] * of_token).sum(1)
+    tallies[layer] = tallies.get(layer, counts.new_zeros(2, 1, 1)) + counts
 
 
 def check(numbers: tuple[int, ...]) -> Tensor:
@@ -204,31 +195,35 @@ def check(numbers: tuple[int, ...]) -> Tensor:
 
     As soon as there are CHECKED slots of each of PARTS, it checks that routes are those of the tokens to which they
     were given: in each layer they agree with the trainer's own choice in at least LEAST of the slots, and more than
-    routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not. Collective.
+    routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not, or if a layer
+    was given none. Collective.
     """
-    total, here = torch.zeros(len(numbers), len(PARTS), len(ROUTE_COUNTS), dtype=torch.int64), dict(tallies)
-    tallies.clear()
-    for of_rank in gather_all({layer: counts.tolist() for layer, counts in here.items()}):
+    total = torch.zeros(len(numbers), 2, len(PARTS), len(ROUTE_COUNTS), dtype=torch.int64)
+    for of_rank in gather_all({layer: counts.tolist() for layer, counts in tallies.items()}):
         for layer, counts in of_rank.items():
             total[layer] += torch.tensor(counts)
+    if len(numbers) == 1:  # its next layer is itself
+        total[..., ROUTE_COUNTS.index(CONTROLS[1])] = 0
+    now, ever = total.unbind(1)
+    if idle := [number for number, slots in zip(numbers, now[..., 0].sum(1), strict=True) if not slots]:
+        raise ValueError(
+            f"--rl-router-replay: {len(idle)} of {len(numbers)} layers with experts got no routes, as {idle[0]}; {FIX}"
+        )
     for i, part in enumerate(PARTS):
-        if part not in unchecked:
-            continue
-        unchecked[part] = seen = unchecked[part] + total[:, i]
-        if seen[:, 0].min() >= CHECKED:
-            del unchecked[part]
-            for number, counts in zip(numbers, seen.tolist(), strict=True):
+        if part not in checked and ever[:, i, 0].min() >= CHECKED:
+            checked.add(part)
+            for number, counts in zip(numbers, ever[:, i].tolist(), strict=True):
                 _check(f"--rl-router-replay: routes of layer {number} {part}", *counts)
-    _checked.append(total.sum(1))
-    return sum(_checked)
+    return now.sum(1)
 
 
 def differences(numbers: tuple[int, ...]) -> dict[str, float]:
     """Metrics of all passes of the job since the last call; see `check`. Collective."""
     slots, _, equal, *_ = check(numbers).T
-    _checked.clear()
-    by_layer = (1 - equal / slots.clamp(min=1)).tolist()
-    whole = float(1 - equal.sum() / slots.sum().clamp(min=1))
+    for counts in tallies.values():
+        counts[0] = 0
+    by_layer = (1 - equal / slots).tolist()
+    whole = float(1 - equal.sum() / slots.sum())
     return {"router/differ": whole} | {f"router/differ/{n}": d for n, d in zip(numbers, by_layer, strict=True)}
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.dock import Gone
 from mindspeed_rl_plugin.engine.options import prompt_of, sampling_fields
-from mindspeed_rl_plugin.engine.routes import ROUTES, RouteSizes, after_first, checked, continued, routes_of
+from mindspeed_rl_plugin.engine.routes import ROUTES, RouteSizes, column_of, continued, routes_of
 from mindspeed_rl_plugin.generators.vllm_server import ASK_SECONDS, GENERATE_PATH, VllmServer
 from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged, SampleId
 from mindspeed_rl_plugin.weights.pull import Applied, Pulled
@@ -184,8 +184,7 @@ def _routed(
             f"{sizes.layers[-1]}, {sizes.k}]; start the server with --enable-return-routed-experts"
         )
     rows = torch.from_numpy(array[:, list(sizes.layers)].astype(np.int16)).to(sizes.dtype)
-    column = continued(routes_of(request.begun), after_first(checked(rows, who)))
-    return {ROUTES: Ragged.from_rows([column])}
+    return {ROUTES: Ragged.from_rows([continued(routes_of(request.begun), column_of(rows, who))])}
 
 
 class ServerWeights:

@@ -61,7 +61,9 @@ def build_schedule(at: RankParts, stages: Stages, trainer: Trainer, model: Any, 
         environments=inputs.responses.described(),
     )
     about = {JOB: description.to_json(), TRAINER_WEIGHTS: trainer.weights.text()}
-    validator = ResponseValidator(inputs.vocab, config.rollout.max_response_length, inputs.responses)
+    validator = ResponseValidator(
+        inputs.vocab, config.rollout.max_response_length, inputs.responses, inputs.forward.experts
+    )
     service = JobService(job.dock)
     service.guard({STATE: Opening(validator.check, READS)})
     job.monitor.on_record = service.record

@@ -20,8 +20,7 @@ from mindspeed_rl_plugin.prompts import PairStream, PromptStream
 from mindspeed_rl_plugin.reward import RewardPool
 from mindspeed_rl_plugin.reward.builtin import check_answers
 from mindspeed_rl_plugin.reward.specs import parse_specs
-from mindspeed_rl_plugin.rows import Prompt, Sampling
-from mindspeed_rl_plugin.stages.generate import routes_column
+from mindspeed_rl_plugin.rows import Prompt, Sampling, route_dtype
 from mindspeed_rl_plugin.stages.stage import StageSpec
 from mindspeed_rl_plugin.stages.table import stage_table
 from mindspeed_rl_plugin.weights.host_memory import HostMemoryBudget
@@ -89,7 +88,7 @@ class Inputs:
         graders, own = self.graders, [spec for spec, _ in self.own_stages]
         rewards = {"graders": len(graders.names), "by_group": graders.by_group} if graders else {"graders": 0}
         dump, routes = self.config.monitor.dump_dir is not None, routes_of(self.args, self.config)
-        return stage_table(self.algorithm, **rewards, dump=dump, own=own, kind=self.responses, **routes)
+        return stage_table(self.algorithm, **rewards, dump=dump, own=own, kind=self.responses, routes=routes)
 
     @property
     def dynamic_rounds(self) -> int:
@@ -117,10 +116,10 @@ class Inputs:
         return self.args.seed if seed is None else seed
 
 
-def routes_of(args: argparse.Namespace, config: RLConfig) -> dict[str, ColumnSpec]:
-    """The column of experts that a stage chooses for later ones, by the name of the stage's parameter of `stage_table`;
-    empty if the job replays none."""
+def routes_of(args: argparse.Namespace, config: RLConfig) -> tuple[str, ColumnSpec] | None:
+    """The stage that chooses experts for later passes, and their column (`engine.routes`); None if routers choose."""
     if config.forward.router_replay is None:
-        return {}
-    column = routes_column(len(expert_layers(args)), args.moe_router_topk, args.num_experts)
-    return {"sampled_routes" if config.forward.router_replay == "rollout" else "old_routes": column}
+        return None
+    each = len(expert_layers(args)), args.moe_router_topk
+    column = ColumnSpec("routes", route_dtype(args.num_experts), "token", ragged=True, trailing=each)
+    return {"rollout": "generate", "old": "logp_old"}[config.forward.router_replay], column

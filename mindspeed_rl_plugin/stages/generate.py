@@ -22,7 +22,6 @@ from mindspeed_rl_plugin.rows import (
     Sampling,
     digest_number,
     joined,
-    route_dtype,
     unpack_json,
 )
 from mindspeed_rl_plugin.stages.context import RankContext
@@ -115,16 +114,9 @@ SPEC = StageSpec(
 )
 
 
-def spec(kind: ResponseKind = ONE_TURN, routes: ColumnSpec | None = None) -> StageSpec:
-    """The stage, with the further columns that this kind of responses has. routes: see `routes_column`."""
-    writes = (*SPEC.writes, *kind.columns, *([] if routes is None else [routes]))
-    return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=writes)
-
-
-def routes_column(layers: int, topk: int, experts: int) -> ColumnSpec:
-    """Entry t + 1 has the logical ids of the `topk` of `experts` that token t chose, in each of the layers with experts
-    in their order; entry 0 is 0. The last token is in no pass of the engine, and needs none."""
-    return ColumnSpec("routes", route_dtype(experts), "token", ragged=True, trailing=(layers, topk))
+def spec(kind: ResponseKind = ONE_TURN) -> StageSpec:
+    """The stage, with the further columns that this kind of responses has."""
+    return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=(*SPEC.writes, *kind.columns))
 
 
 def requests_of(

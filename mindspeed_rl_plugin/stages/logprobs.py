@@ -14,10 +14,8 @@ from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, joined
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec, Work
 
 
-def specs(algorithm: Algorithm, routes: ColumnSpec | None = None, given: Sequence[str] = ()) -> list[StageSpec]:
-    """The passes that an algorithm needs. routes: the column of experts that the pass of old log-probs writes, too;
-    given: further columns that it reads."""
-    chosen = {} if routes is None else {"logp_old": (routes,)}
+def specs(algorithm: Algorithm) -> list[StageSpec]:
+    """The passes that an algorithm needs."""
     needed = {
         "logp_old": (algorithm.old_logps, ()),
         "logp_ref": (algorithm.needs_reference, ("--rl-kl-loss-coef", "--rl-kl-reward-coef")),
@@ -26,8 +24,8 @@ def specs(algorithm: Algorithm, routes: ColumnSpec | None = None, given: Sequenc
     return [
         StageSpec(
             name,
-            reads=("tokens", "loss_mask", *(given if name == "logp_old" else ())),
-            writes=(ColumnSpec(name, torch.float32, "token", ragged=True), *chosen.get(name, ())),
+            reads=("tokens", "loss_mask"),
+            writes=(ColumnSpec(name, torch.float32, "token", ragged=True),),
             resource="trainer",
             flags=flags,
             build=TokenPass,

@@ -19,18 +19,19 @@ TOP_LOGP = 1e-3  # nats: larger values are not log-probs, even with rounding
 class ResponseValidator:
     """Refuses rows that no engine of this job can have written."""
 
-    def __init__(self, vocab: int, max_response: int, kind: ResponseKind = ONE_TURN) -> None:
+    def __init__(self, vocab: int, max_response: int, kind: ResponseKind = ONE_TURN, experts: int = 0) -> None:
         self.vocab = vocab  # tokens that the model may produce
         self.max_response = max_response  # longest response [tokens]
         self.kind = kind  # of the responses
+        self.experts = experts  # of a layer, if responses have routes
         self.published: set[int] = set()  # versions of weights that engines may have; `check` refuses all others
 
     def check(self, rows: Rows, bound: VersionBound) -> None:
         """Raise ValueError, with value, limit and fix, for impossible values. rows: columns of `generate`, and `READS`;
         bound: of their epoch. Whether log-probs belong to the named version cannot be checked here; if they do not, the
         metrics `logp_diff/mean` and `rollout/kl` are large."""
-        checks = self._lengths(rows), self._tokens(rows), self._segments(rows, bound), self.kind.check_rest(rows)
-        for of, bad, text, *values in itertools.chain(*checks):
+        checks = self._lengths(rows), self._tokens(rows), self._segments(rows, bound), self._routes(rows)
+        for of, bad, text, *values in itertools.chain(*checks, self.kind.check_rest(rows)):
             if bad.any():
                 at = int(bad.nonzero()[0])
                 wrong = text.format(*(value(at) if callable(value) else value[at] for value in values))
@@ -81,6 +82,16 @@ class ResponseValidator:
         bad = ~torch.isin(finish, torch.tensor([FINISH.index(name) for name in self.kind.ends], dtype=finish.dtype))
         text = f"finish is {{}}; give 0 ({FINISH[0]}) or 1 ({FINISH[1]}), or release the row"
         yield every, bad, text, finish
+
+    def _routes(self, rows: Rows) -> Checks:
+        if (routes := rows.columns.get("routes")) is None:
+            return
+        (of, at), ids, total = places(routes.lengths), routes.values.flatten(1), rows["tokens"].lengths
+        text = "routes has {} entries for {} tokens; give one for each token of prompt and response"
+        yield torch.arange(len(rows)), routes.lengths != total, text, routes.lengths, total
+        least, most = ids.amin(1), ids.amax(1)
+        text = f"routes of token {{}} are {{}} to {{}}; give ids of {self.experts} experts, and zeros in entry 0"
+        yield of, (least < 0) | (most >= torch.where(at == 0, 1, self.experts)), text, at, least, most
 
     def _segments(self, rows: Rows, bound: VersionBound) -> Checks:
         """Check the parts of each response and the weights that sampled them."""

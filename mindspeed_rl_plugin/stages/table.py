@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mindspeed_rl_plugin.algorithms import ALGORITHMS, Algorithm, resolve
 from mindspeed_rl_plugin.config import AlgorithmConfig
@@ -42,29 +43,28 @@ def stage_table(
     dump: bool = False,
     own: Sequence[StageSpec] = (),
     kind: ResponseKind = ONE_TURN,
-    sampled_routes: ColumnSpec | None = None,
-    old_routes: ColumnSpec | None = None,
+    routes: tuple[str, ColumnSpec] | None = None,
 ) -> list[StageSpec]:
     """The stages of an algorithm. graders: number of rewards; by_group: whether a grader is called with groups; dump:
     whether rollouts are written to files; own: a user's stages, which come after reward and before groups; kind: of
-    the responses; sampled_routes, old_routes: column of the experts that the engine, or the pass of old log-probs,
-    chooses for later passes. Raises ValueError for names that are in use."""
+    the responses; routes: the stage that chooses experts for later passes, and their column. Raises ValueError for
+    names that are in use."""
     if algorithm.from_pairs:
         return resolved([pairs.SPEC, update.spec(algorithm)])
     added = tuple(name for spec in own for name in spec.written)
-    given = ("routes", *(["segments"] if sampled_routes else [])) if sampled_routes or old_routes else ()
     specs = [
         prompts.SPEC,
-        generate.spec(kind, sampled_routes),
+        generate.spec(kind),
         reward.spec(graders, by_group),
         *own,
         groups.SPEC,
-        *logprobs.specs(algorithm, old_routes, given if sampled_routes else ()),
+        *logprobs.specs(algorithm),
         select.spec(algorithm),
         advantages.spec(algorithm, kind),
         measure.spec(algorithm, dump, added, kind),
-        update.spec(algorithm, given),
+        update.spec(algorithm),
     ]
+    specs = specs if routes is None else [_replaying(spec, *routes) for spec in specs]
     for spec in own:
         others = [other for other in specs if other is not spec]
         if spec.name in {other.name for other in others}:
@@ -76,6 +76,14 @@ def stage_table(
                 "it may write reward, valid, and columns of its own with other names"
             )
     return resolved(specs)
+
+
+def _replaying(spec: StageSpec, chooses: str, column: ColumnSpec) -> StageSpec:
+    """The stage, which writes the experts that it chooses, or reads those of the stage that does."""
+    if spec.name == chooses:
+        return replace(spec, writes=(*spec.writes, column))
+    parts = ["segments"] if chooses == generate.SPEC.name else []  # which weights chose
+    return replace(spec, reads=(*spec.reads, column.name, *parts)) if spec.name in ("logp_old", "update") else spec
 
 
 @functools.cache

@@ -37,7 +37,7 @@ class Trainer(Protocol):
         logits. The arithmetic is that of `step`, so that the first ratio is exactly 1."""
 
     def forward_routed(self, micro_batches: Sequence[Rows]) -> tuple[list[Ragged], list[Ragged]] | None:
-        """As `forward`, and a ragged column with the experts of each token, see `generate.routes_column`."""
+        """As `forward`, and a ragged column with the experts of each token, see `engine.routes`."""
 
     def step(self, micro_batches: Sequence[Rows], call: Any, *, version: int) -> tuple[tuple, Mapping[str, float]]:
         """One optimizer step on this data parallel rank's micro-batches, with the columns that the stage `update`

@@ -23,11 +23,11 @@ FEEDS = ("tokens", "loss_mask", "valid", "multiplicity", "routes", "segments")
 Stepped = tuple[tuple, dict[str, float]]  # result of Megatron's step, and metrics by the names of `monitor.names`
 
 
-def spec(algorithm: Algorithm, given: Sequence[str] = ()) -> StageSpec:
-    """The stage, with the columns that it reads. given: those about experts."""
+def spec(algorithm: Algorithm) -> StageSpec:
+    """The stage, with the columns that it reads."""
     if algorithm.from_pairs:
         return StageSpec("update", ("tokens", "loss_mask", "reference"), (), resource="trainer", build=build)
-    reads = ("tokens", "loss_mask", "logp_rollout", advantages.column_name(algorithm), "valid", "version", *given)
+    reads = ("tokens", "loss_mask", "logp_rollout", advantages.column_name(algorithm), "valid", "version")
     if_written = ("logp_old", "values", "returns", "multiplicity", "logp_ref")
     return StageSpec("update", reads, (), resource="trainer", if_written=if_written, build=build)
 
@@ -38,7 +38,8 @@ def build(spec: StageSpec, context: RankContext) -> Update:
         return Update(spec, context)
     from mindspeed_rl_plugin.update.value_step import ValueStep  # imports Megatron
 
-    return CriticUpdate(spec, context, ValueStep(context.algorithm, context.forward, context.critic.model))
+    settings = replace(context.forward, routed=())  # its routers choose
+    return CriticUpdate(spec, context, ValueStep(context.algorithm, settings, context.critic.model))
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ class MegatronStep:
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()  # per-token columns that the loss may read, in addition to the tokens
-    replays: ClassVar[bool] = False  # whether its tokens go to the experts of the column `routes`
 
     def __init__(
         self,
@@ -126,8 +125,6 @@ class MegatronStep:
         return rows
 
     def _collate(self, index: int, rows: Rows) -> MicroBatch:
-        if not self.replays:
-            rows = Rows(rows.ids, {name: column for name, column in rows.columns.items() if name != "routes"})
         return collate(rows, self.settings, index=index, columns=[n for n in self.inputs if n in rows.columns])
 
     def _count(self, counts: Sequence[Tensor], multiplicity: Sequence[Tensor]) -> Totals:
@@ -153,7 +150,6 @@ class PolicyStep(MegatronStep):
     """The policy's step."""
 
     inputs = ("logp_old", "advantages", "logp_ref", "logp_rollout", "scored")
-    replays = True
 
     def metrics(self) -> dict[str, float]:
         """See `to_metrics`."""

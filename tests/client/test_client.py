@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.client import Client
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.dock import Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict
+from mindspeed_rl_plugin.dock import ColumnSpec, Gone, Ragged, Rows, SampleId, VersionBound, from_tensordict
 from mindspeed_rl_plugin.dock import messages as m
 from mindspeed_rl_plugin.dock.gate import Opening
 from mindspeed_rl_plugin.engine.options import VllmOptions
@@ -35,6 +35,7 @@ from mindspeed_rl_plugin.rows import GenerateRequest, Sampling
 from mindspeed_rl_plugin.service.guest_dock import GuestDock
 from mindspeed_rl_plugin.service.invitation import SECRET_BYTES, write_secret
 from mindspeed_rl_plugin.service.job_service import JobService, called
+from mindspeed_rl_plugin.stages.generate import completion_rows
 from mindspeed_rl_plugin.stages.prompts import prompt_rows
 from mindspeed_rl_plugin.stages.response_validator import READS, STATE, ResponseValidator
 from mindspeed_rl_plugin.stages.stage import columns_of, states_of
@@ -205,7 +206,10 @@ def test_a_job_that_replays_routes_needs_those_of_each_token() -> None:
     engine = replace(DESCRIPTION.engine, config=config | {"moe_intermediate_size": 8}, record_routes=True)
     client, ids = object.__new__(Client), (SampleId(0, 0, 0),)
     client._job = replace(DESCRIPTION, engine=engine)
-    client._taken = {ids[0]: (None, GenerateRequest(ids[0], (5,), Sampling(4), 1))}
+    request = GenerateRequest(ids[0], (5,), Sampling(4), 1)
+    client._taken, column = {ids[0]: (None, request)}, ColumnSpec("routes", torch.uint8, "token", True, (1, 2))
+    client.dock, validator = SimpleNamespace(columns={"routes": column}), ResponseValidator(60, 4, experts=8)
+    validator.published.add(0)
     two = {"response": Ragged.from_rows([torch.tensor([7, END])]), "logps": Ragged.from_rows([torch.zeros(2)])}
     routes = torch.tensor([[[0, 0]], [[1, 2]], [[7, 3]]])
 
@@ -213,14 +217,21 @@ def test_a_job_that_replays_routes_needs_those_of_each_token() -> None:
         more = {} if rows is None else {"routes": Ragged.from_rows([rows])}
         return Rows(ids, {**two, "version": torch.tensor([0]), **more})
 
-    client._check(given(routes))
-    column = client._completion(given(routes), 0).columns["routes"]
-    assert column.values.dtype == torch.uint8 and column.row(0).tolist() == routes.tolist()
-    wrong = {"routes are needed": None, "give [1, 2]": routes[..., :1], "has 2 routes; give 3": routes[1:]}
-    wrong |= {"no ids below 8": routes + routes.bool(), "entry 0 has zeros": routes.flip(0)}
+    def taken(rows: torch.Tensor | None) -> Ragged:
+        """The column as the job gets it, after its checks."""
+        client._check(given(rows))
+        got = completion_rows([request], [client._completion(given(rows), 0)])
+        column.check(got["routes"])
+        validator.check(got.with_columns(prompt=Ragged.from_rows([torch.tensor([5])])), VersionBound(0))
+        return got["routes"]
+
+    assert taken(routes).row(0).tolist() == routes.tolist()
+    wrong = {"routes are needed": None, "shape [1, 2], got [1, 1]": routes[..., :1], "2 entries for 3 to": routes[1:]}
+    wrong |= {"token 2 are 4 to 8; give ids of 8": routes + routes.bool(), "token 0 are 3 to 7": routes.flip(0)}
+    wrong |= {"no torch.uint8": routes + 256 * routes.bool(), "are no torch.uint8": routes - routes.bool() * 9}
     for text, rows in wrong.items():
         with pytest.raises(ValueError, match=re.escape(text)):
-            client._check(given(rows))
+            taken(rows)
     client._job = DESCRIPTION
     with pytest.raises(ValueError, match="routes are not allowed in this job"):
         client._check(given(routes))

@@ -62,9 +62,9 @@ def worker_of(*layers, specs=()):
 @pytest.mark.parametrize(
     ("layers", "text"),
     [
-        ((None, None, None), r"config has 2 layers with experts, but vLLM 0\.\d+ has routers in 0 .*do not record"),
-        ((Router(), Router(), None), r"routers in 2 \(\[0, 1\]\)"),
-        ((None, Router(), Router(callback=False)), r"1 of 2 layers with experts \(the first: 2\).*vLLM 0.16"),
+        ((None, None, None), r"experts in layers \[1, 2\], but vLLM 0\.\d+.* has routers .* in \[\]; .*vLLM 0.16"),
+        ((Router(), Router(), None), r"\[1, 2\], but .* in \[0, 1\]; .*remove --rl-router-replay"),
+        ((None, Router(), Router(callback=False)), r"\[1, 2\], but .* in \[1\]; "),
     ],
 )
 def test_models_whose_routes_cannot_be_recorded(layers, text) -> None:
@@ -212,6 +212,6 @@ def test_rows_go_with_a_copy_of_their_block_and_end_with_their_request(monkeypat
 @pytest.mark.quick
 def test_a_row_that_no_step_recorded_is_an_error() -> None:
     rows = torch.tensor([[[0, 1]], [[3, 2]], [[0, 0]]])
-    assert routes.after_first(routes.checked(rows[:2], "a")).tolist() == [[[0, 0]], [[0, 1]], [[3, 2]]]
+    assert routes.column_of(rows[:2], "a").tolist() == [[[0, 0]], [[0, 1]], [[3, 2]]]
     with pytest.raises(RuntimeError, match="routes of a: a token has chosen one expert twice"):
-        routes.checked(rows, "a")
+        routes.column_of(rows, "a")

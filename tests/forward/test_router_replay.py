@@ -23,8 +23,7 @@ OPTIONS = {
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     monkeypatch.setattr(router_replay, "tallies", {})
-    monkeypatch.setattr(router_replay, "_checked", [])
-    monkeypatch.setattr(router_replay, "unchecked", dict.fromkeys(router_replay.PARTS, 0))
+    monkeypatch.setattr(router_replay, "checked", set())
 
 
 def drawn(count, seed=0):
@@ -40,7 +39,7 @@ def replayed(routing, ids, given=None, logits=None, layer=0, router=None):
     """ids: `[LAYERS, TOKENS, TOPK]`."""
     part = torch.ones(TOKENS, dtype=torch.uint8) if given is None else given.to(torch.uint8)
     its = router_replay.Routes(ids.to(torch.uint8), part, 1)
-    return router_replay.replay(router or router_of(layer), layer, routing, logits, routes=its, at=None)
+    return router_replay.route(router or router_of(layer), layer, routing, logits, routes=its, at=None)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -81,7 +80,7 @@ def test_a_router_whose_choice_is_not_replaced_is_refused():
             replayed(routing, ids, logits=logits)
 
 
-def rollout(change=lambda ids: ids, agree=0.98, layers=LAYERS, part=None):
+def rollout(change=lambda ids: ids, agree=0.98, layers=LAYERS, part=None, numbers=None):
     """Routes of an engine that chooses as the trainer in most slots, after a change; the metrics."""
     core = moe_utils.topk_routing_with_score_function
     logits = [torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(9 + i)) for i in range(layers)]
@@ -90,14 +89,14 @@ def rollout(change=lambda ids: ids, agree=0.98, layers=LAYERS, part=None):
     ids = change(own)
     for layer in range(layers):
         replayed(lambda x: core(x, TOPK), ids, part, logits=logits[layer], layer=layer)
-    return router_replay.differences(tuple(range(2, 2 + layers)))
+    return router_replay.differences(numbers or tuple(range(2, 2 + layers)))
 
 
 def test_a_rollout_s_routes_are_counted_by_layer():
     metrics = rollout()
     assert 0.01 < metrics["router/differ"] < 0.03
     assert metrics.keys() == {"router/differ", "router/differ/2", "router/differ/3", "router/differ/4"}
-    assert router_replay.tallies == {}
+    assert not any(counts[0].any() for counts in router_replay.tallies.values())
     assert rollout(lambda ids: ids.roll(1, 1))["router/differ"] > 0.5, "only the first rollout is checked"
 
 
@@ -130,7 +129,7 @@ def test_parts_after_an_interruption_are_checked_by_themselves():
 def test_few_tokens_are_checked_as_soon_as_there_are_more():
     part = torch.where((torch.arange(TOKENS) % 10) == 5, 2, 1)
     part[:300] = part[:300].clamp(max=1)
-    assert rollout(unread, part=part)["router/differ"] > 0.05 and len(router_replay.unchecked) == 2
+    assert rollout(unread, part=part)["router/differ"] > 0.05 and router_replay.checked == {router_replay.PARTS[0]}
     rollout(unread, part=part)
     with pytest.raises(ValueError, match="layer 2 of the first token after an interruption agree"):
         rollout(unread, part=part)
@@ -152,6 +151,15 @@ def test_routes_of_something_else_are_refused(wrong):
     change, message = WRONG[wrong]
     with pytest.raises(ValueError, match=message):
         rollout(change)
+
+
+def test_a_single_layer_with_experts_is_not_compared_with_itself():
+    assert rollout(agree=0.86, layers=1)["router/differ/2"] > 0.1
+
+
+def test_a_layer_that_got_no_routes_is_refused():
+    with pytest.raises(ValueError, match="1 of 3 layers with experts got no routes, as 4"):
+        rollout(layers=2, numbers=(2, 3, 4))
 
 
 def test_skewed_experts_prove_nothing():

@@ -155,6 +155,24 @@ def test_engines_apart_are_drawn_below_the_ranks_and_have_charts(tmp_path, run_b
 
 
 @pytest.mark.browser
+def test_the_share_of_other_experts_is_drawn_by_layer(tmp_path, run_builder):
+    """One chart, in which each of more layers than there are colours has a line with one of them."""
+    names = ["router/differ", *(f"router/differ/{layer}" for layer in range(2, 14))]
+    path = run_builder(tmp_path / "run", iterations=3) / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    shares = [{n: 0.01 * k + 0.001 * line["iteration"] for k, n in enumerate(names)} for line in lines]
+    path.write_text("".join(json.dumps(line | more) + "\n" for line, more in zip(lines, shares, strict=True)))
+    rows = read_metrics(tmp_path / "run")
+    assert main([str(tmp_path / "run"), "--out", str(tmp_path / "r.html")]) == 0
+    page, css = open_in_browser(tmp_path / "r.html", tmp_path), (tmp_path / "r.html").read_text()
+    for name in names:
+        check_curve(page, rows, name)
+        assert f"--{page.all('path', data_series=name)[0][0]['stroke'][6:-1]}:" in css
+    charts = [a["data-chart"] for a, text in page.all("div") if "router/differ/13" in text and "data-chart" in a]
+    assert charts == ["Other experts"]
+
+
+@pytest.mark.browser
 def test_samples_are_drawn_as_text_hostile_ones_too(full_run, full_page):
     rows = [dict(a) for a, _ in full_page.all("tr") if "data-id" in a]
     assert len(rows) == 25 and rows[0]["data-id"] == "0.0.0"

@@ -124,12 +124,12 @@ def ask_trainer(
     """
     from megatron.training import get_args
 
-    from mindspeed_rl_plugin.forward import collate
+    from mindspeed_rl_plugin.forward import collate, router_replay
     from mindspeed_rl_plugin.forward.pipeline import compute_logps
-    from mindspeed_rl_plugin.forward.router_replay import tallies
     from mindspeed_rl_plugin.loop.run import current
 
     settings, row = dataclasses.replace(current().inputs.forward, temperature=1.0), torch.tensor(tokens)
+    before = dict(router_replay.tallies)
     count = 1 if settings.packed or settings.max_tokens else settings.micro_batch_size
     every = [row] * count + [torch.tensor([*PROMPT, *[PROMPT[0]] * RESPONSE_TOKENS])] * settings.shared
     mask = torch.tensor([0] * len(PROMPT) + [1] * RESPONSE_TOKENS, dtype=torch.uint8)
@@ -146,7 +146,7 @@ def ask_trainer(
     with recorded(trainer_places(chunks, noop_layers(get_args())), first_row) as seen:
         compute_logps(chunks, [rows] * settings.rounds_of, dataclasses.replace(settings, chunk_tokens=0))
     logps = compute_logps(chunks, [rows] * settings.rounds_of, settings)
-    tallies.clear()  # the other response's are not its own
+    router_replay.tallies = before  # the other response's are not its own
     return ([] if logps is None else logps[0].rows()[0][len(PROMPT) :].tolist()), seen
 
 

@@ -96,7 +96,7 @@ def rollout_bytes(args: argparse.Namespace, config: RLConfig, algorithm: Algorit
     if algorithm.from_pairs:
         return 0
     load = Load(groups, members, config.data.max_prompt_length, rollout.max_response_length)
-    table = stage_table(algorithm, 1, **routes_of(args, config))
+    table = stage_table(algorithm, 1, routes=routes_of(args, config))
     return GIB * packed_gib(load, 1, columns_of(table), states_of(table))[0]
 
 

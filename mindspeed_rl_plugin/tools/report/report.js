@@ -292,6 +292,7 @@ const CURVES = [
   { title: "Clip fraction", series: ["clip_fraction"] },
   { title: "Probability ratio", series: ["ratio/mean", "ratio/max"], about: "Probability by the policy / by the policy at the start of the update; the mean is exactly 1 in the first step of a rollout." },
   { title: "Log-prob difference", series: ["logp_diff/mean", "logp_diff/max"], log: true, about: "|engine − trainer| over trained tokens, nats, log scale." },
+  { title: "Other experts", series: ["router/differ", /^router\/differ\/\d+$/], optional: true, about: "Share of the given experts (--rl-router-replay) that the trainer's routers would not choose: of all layers, and of each." },
   { title: "Throughput", series: ["tokens_per_second"] },
   { title: "Idle time", series: [/^idle\//], range: [0, 1], optional: true, about: "Share of time in which trainers have no responses to train on, and in which async engines have no prompt (back-pressure) or wait for the weights that rows need (version)." },
   { title: "Lag", series: ["lag/mean", "lag/token_mean", "lag/max"], optional: true, about: "Number of publications after the weights that sampled a response's first token (mean, max) or a token (token_mean), until its training." },
@@ -312,7 +313,7 @@ function about(name) {
 function curveSpec(curve, names) {
   const { series, iterations } = data.metrics;
   const lines = names.map((name, k) => ({
-    name, label: name, x: series[name].x, values: series[name].y, color: `var(--c${k})`, hint: about(name),
+    name, label: name, x: series[name].x, values: series[name].y, color: `var(--c${k % 10})`, hint: about(name),
   }));
   const spec = { ...curve, about: curve.about || about(names[0]), x: iterations, lines };
   if (curve.spread && series[curve.spread]) {
