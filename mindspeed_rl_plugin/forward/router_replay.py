@@ -204,13 +204,18 @@ def check(numbers: tuple[int, ...]) -> Tensor:
 
     As soon as there are CHECKED slots of each of PARTS, it checks that routes are those of the tokens to which they
     were given: in each layer they agree with the trainer's own choice in at least LEAST of the slots, and more than
-    routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not. Collective.
+    routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not, and if only some
+    of the layers were given any. Collective.
     """
     total, here = torch.zeros(len(numbers), len(PARTS), len(ROUTE_COUNTS), dtype=torch.int64), dict(tallies)
     tallies.clear()
     for of_rank in gather_all({layer: counts.tolist() for layer, counts in here.items()}):
         for layer, counts in of_rank.items():
             total[layer] += torch.tensor(counts)
+    slots = dict(zip(numbers, total[:, :, 0].sum(1).tolist(), strict=True))
+    if any(slots.values()) and not all(slots.values()):
+        others = ", ".join(str(number) for number, of_layer in slots.items() if not of_layer)
+        raise ValueError(f"--rl-router-replay: only routers of other layers than {others} were given experts; {FIX}")
     for i, part in enumerate(PARTS):
         if part not in unchecked:
             continue

@@ -136,6 +136,14 @@ def test_few_tokens_are_checked_as_soon_as_there_are_more():
         rollout(unread, part=part)
 
 
+def test_layers_without_routes_are_refused():
+    core = moe_utils.topk_routing_with_score_function
+    logits = torch.randn(TOKENS, EXPERTS)
+    replayed(lambda x: core(x, TOPK), drawn(TOKENS).expand(LAYERS, -1, -1), logits=logits, layer=1)
+    with pytest.raises(ValueError, match="other layers than 2, 4 were given experts"):
+        router_replay.check((2, 3, 4))
+
+
 def test_parts_of_rows():
     """Token 4 ended the first part of row 0: it was sampled, but not read, so its routes are of the second part."""
     rows = Rows(
