@@ -44,6 +44,8 @@ EXPERTS_OUTSIDE = {
     "moe_alltoall_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
     "moe_allgather_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
 }
+# pai_megatron_aux_loss of mindspeed_llm/tasks/models/common/pai_megatron.py, with the dispatcher allgather.
+_GATHERED = {"moe_permutation_async_comm": "pai_megatron_aux_loss then returns experts of the tokens of all ranks"}
 _NOT_GIVEN = (None, False, "", "vanilla", "disable")
 _ATTENTION_MODULE = "megatron.core.transformer.dot_product_attention"
 _ADAPTOR = "mindspeed.core.context_parallel.adaptor"  # of MindSpeed's ulysses
@@ -200,9 +202,11 @@ def router_replay(args: Any, config: RLConfig) -> Iterator[str]:
 
 
 def _experts_outside(args: Any) -> dict[str, str]:
-    """Attributes with which experts are recomputed where hooks do not run, and the reasons."""
+    """Attributes with which experts are recomputed, or routed, where hooks do not run, and the reasons."""
     again = getattr(args, "moe_layer_recompute", False)
-    return {name: what for name, what in EXPERTS_OUTSIDE.items() if again or not name.endswith("_overlap_comm")}
+    names = {name: what for name, what in EXPERTS_OUTSIDE.items() if again or not name.endswith("_overlap_comm")}
+    kinds = getattr(args, "moe_router_load_balancing_type", None), getattr(args, "moe_token_dispatcher_type", None)
+    return names | (_GATHERED if kinds == ("pai_megatron_aux_loss", "allgather") else {})
 
 
 def do_not_fit(args: Any, flag: str, names: dict[str, str]) -> Iterator[str]:

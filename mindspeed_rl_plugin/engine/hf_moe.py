@@ -57,7 +57,10 @@ def routing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
 
 
 def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
-    score = getattr(args, "moe_router_score_function", None) or "softmax"
+    score, routing = getattr(args, "moe_router_score_function", None) or "softmax", _routing(args)
+    # routing_tp_extend_ep of MindSpeed's moe_feature/common.py; MindSpeed-LLM has --norm-topk-prob, and its own router
+    plain = (score, routing["n_group"], routing["routed_scaling_factor"]) == ("softmax", 1, 1.0)
+    plain = plain or hasattr(args, "norm_topk_prob")
     for kind in _balancing(args):
         if kind == GROUP_LIMITED and shape.table.router.by_best:
             yield from _group_limited_problems(args)
@@ -68,6 +71,11 @@ def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
             yield (
                 f"--moe-router-load-balancing-type {kind} ignores --moe-router-score-function {score}, and uses "
                 "softmax; give --moe-router-score-function softmax"
+            )
+        elif kind == "none" and not plain and getattr(args, "moe_tp_extend_ep", False):
+            yield (
+                "--moe-tp-extend-ep with --moe-router-load-balancing-type none: MindSpeed's router then ignores score "
+                f"function ({score}), bias, groups and scaling factor; give aux_loss with --moe-aux-loss-coeff 0"
             )
 
 

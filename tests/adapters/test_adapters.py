@@ -147,7 +147,7 @@ def test_a_module_runs_with_merged_weights_and_its_parameter_stays():
     chunk, one = adapted_chunk()
     base, x = chunk.linear.weight.clone(), torch.randn(5, 6, dtype=torch.float64)
     want = by_hand(one, base)
-    torch.testing.assert_close(chunk(x), x @ want.T, rtol=0, atol=1e-14)
+    torch.testing.assert_close(chunk(x), x @ want.T, rtol=0, atol=1e-12)
     assert torch.equal(chunk.linear.weight, base) and "weight" not in vars(chunk.linear)
     with BaseModel().swapped_into([chunk]):
         assert torch.equal(chunk(x), x @ base.T)
@@ -170,7 +170,7 @@ def test_autograd_keeps_no_merged_weight():
     out = chunk(x)
     chunk.linear.weight.data.zero_()
     out.sum().backward()
-    torch.testing.assert_close(x.grad, by_hand(one, chunk.linear.weight).sum(0).expand(5, 6), rtol=0, atol=1e-14)
+    torch.testing.assert_close(x.grad, by_hand(one, chunk.linear.weight).sum(0).expand(5, 6), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

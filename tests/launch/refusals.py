@@ -128,6 +128,7 @@ LIMITED |= dict(moe_aux_loss_coeff=0.003, expert_model_parallel_size=2, moe_rout
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 REPLAY = {"--rl-router-replay": "rollout"}
+PAI = {"moe_router_load_balancing_type": "pai_megatron_aux_loss"}
 UNFUSED = SimpleNamespace(name="unfused")
 SHARED = {"--rl-max-tokens-per-microbatch": "64", "--rl-share-prompts": ""}
 CP2 = {"context_parallel_size": 2, "data_parallel_size": 1, "transformer_impl": "transformer_engine"}
@@ -321,7 +322,8 @@ REFUSED: dict[str, list[dict]] = {
         MIXTRAL | {"moe_layer_freq": [1, 0]},
         MIXTRAL | {"moe_router_pre_softmax": True},
         LITE | {"moe_router_pre_softmax": False},
-        DEEPSEEK | {"moe_router_load_balancing_type": "pai_megatron_aux_loss"},
+        DEEPSEEK | PAI,
+        DEEPSEEK | {"moe_tp_extend_ep": True, "moe_router_load_balancing_type": "none"},
         DEEPSEEK | {"num_experts": None},
         YARN | {"rope_scaling_original_max_position_embeddings": None},
         DEEPSEEK | YARN | NO_FACTOR,
@@ -370,6 +372,7 @@ REFUSED: dict[str, list[dict]] = {
         REPLAY | MOE | {"moe_router_fusion": True},
         REPLAY | MOE | {"moe_fb_overlap": True},
         REPLAY | MOE | {"swap_attention": True},
+        REPLAY | MOE | PAI | dict(moe_token_dispatcher_type="allgather", moe_permutation_async_comm=True),
     ],
     "upstream_checks.gradients": [
         dict(recompute_in_bubble=True, calculate_per_token_loss=True),

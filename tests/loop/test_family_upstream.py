@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mindspeed_rl_plugin.monitor.dump import read_rollout
+from mindspeed_rl_plugin.monitor.run_files import read_jsonl
 from mindspeed_rl_plugin.tools.convert import to_hf
 
 pytestmark = [pytest.mark.slow, pytest.mark.upstream, pytest.mark.timeout(900)]
@@ -39,6 +40,9 @@ SCRIPTS = {
     GROUPS: "groups of experts, ranked by their best one",
     "tests/poc/qwen2_moe/pretrain_qwen2_57b_a14b_4k_64die_A3.sh": "--shared-expert-gate",
 }
+# --moe-router-load-balancing-type: pai_megatron_aux_loss, group_limited_greedy, softmax_topk, none with a bias.
+ROUTERS = [script for script in SCRIPTS if re.search("deepseek2_lite|ep8|qwen2_57b|deepseek3", script)]
+REPLAY = "--rl-router-replay rollout"
 # Virtual pipelines in the place of a script's own schedule: what is taken out of it, and put in for two ranks.
 VIRTUAL = {
     "examples/mcore/deepseek3/pretrain_deepseek3_671b_4k_A3_ptd.sh": (
@@ -107,6 +111,15 @@ def test_a_script_with_a_virtual_pipeline_does_too(script, tmp_path, capsys):
     more += " --num-layers-per-virtual-pipeline-stage 1"
     folder = rehearsed(Path(env[CHECKOUTS[1]], script), tmp_path, env, 2, without, more)
     check(script, folder, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("script", ROUTERS)
+def test_a_scripts_router_takes_the_experts_of_the_engine(script, tmp_path, capsys):
+    """Each kind of MindSpeed-LLM's own router proves at its first call that it takes other experts than its own."""
+    env = checkouts(script)
+    folder = rehearsed(Path(env[CHECKOUTS[1]], script), tmp_path, env, 2 if script == GROUPS else 1, (), REPLAY)
+    check(script, folder, tmp_path, capsys)
+    assert all(line["router/differ"] < 0.02 for line in read_jsonl(folder / "save" / "rl" / "metrics.jsonl"))
 
 
 def check(script: str, folder: Path, tmp_path: Path, capsys) -> None:

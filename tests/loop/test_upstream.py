@@ -38,6 +38,13 @@ sys.path.insert(0, {folder!r})
 import hostile
 hostile.install()
 """
+# The first lines of an entry: the engine's routers choose other experts than the trainer's.
+REROUTED = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import rerouted_script
+rerouted_script.vllm_api.build = rerouted_script.built
+"""
 # Runs a script; Python modules that it imports for features it does not use, such as peft, may be absent.
 STAND_INS = """
 import runpy
@@ -157,6 +164,46 @@ def test_trees_under_mindspeed_take_the_step_of_rows(job, imported, tmp_path, fa
     for name in ("loss", "grad_norm", "entropy", "kl/ref"):
         expected, measured = ([line[name] for line in result.metrics] for result in (rows, trees))
         assert measured == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+
+
+# With sequence parallelism core 0.12.1 sums experts that are not split over TP ranks, unless EP is above 1.
+SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel"
+REPLAYED = {
+    "EP2": "--expert-model-parallel-size 2 --rl-generate-tp 2 --rl-generate-ep 2",
+    "TP2SP, gathered": f"{SPLIT} --moe-token-dispatcher-type alltoall_seq --use-flash-attn {RECOMPUTED}",
+    "TP2SP, EP2, trees": f"{SPLIT} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {' '.join(SHARED)}",
+}
+# Qwen3-MoE, the first layer dense, as MindSpeed-LLM spells it.
+OF_LLM = "--moe-layer-freq 1 --first-k-dense-replace 1 --moe-router-load-balancing-type softmax_topk --norm-topk-prob "
+OF_LLM += "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec"
+PAIRS = list(zip(checkouts("MINDSPEED_PATH"), checkouts("MINDSPEED_LLM_PATH"), strict=False))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", REPLAYED)
+@pytest.mark.parametrize("llm", [False, True], ids=["MindSpeed", "MindSpeed-LLM"])
+@pytest.mark.parametrize(("mindspeed", "finetuned"), PAIRS, ids=[pair[0].name for pair in PAIRS])
+def test_experts_are_replayed_under_mindspeed(
+    job, arithmetic, moe_model, tmp_path, monkeypatch, mindspeed, finetuned, llm, layout
+):
+    """As test_routes_loop.py: the engine chooses other experts. MindSpeed-LLM always has a router of its own."""
+    monkeypatch.setenv("BIAS", "0.04")
+    checkout = cores()["0.12"]
+    given = ("--train-iters", "2", *REPLAYED[layout].split(), "--rl-router-replay", "rollout")
+    if llm:
+        entry = tmp_path / "entry.py"
+        entry.write_text(REROUTED + STAND_INS.format(script=str(finetuned / "pretrain_gpt.py")))
+        given += ("--use-mcore-models", "--make-vocab-size-divisible-by", "1", "--tokenizer-type", "PretrainedFromHF")
+        given += ("--tokenizer-name-or-path", str(arithmetic / "tokenizer"))
+        path, moe_model = [finetuned, mindspeed, checkout], moe_model.replace("--moe-layer-freq [0]+[1]*1", OF_LLM)
+    else:
+        entry, path = mindspeed_entry(tmp_path, checkout, REROUTED), [mindspeed, checkout]
+        given += ("--mock-data",)
+    result = job(*given, script=entry, path=path, model=moe_model).run(400)
+    result.check_log_probs(2)
+    for line in result.metrics:
+        assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["grad_norm"] > 1e-3
+        assert line["router/differ"] == line["router/differ/2"] > 0.02
 
 
 @pytest.mark.skipif(None in (MINDSPEED, MINDSPEED_LLM), reason="MINDSPEED_PATH or MINDSPEED_LLM_PATH is not set")
