@@ -1,18 +1,27 @@
 """Jobs that train adapters: agreement with the engines, checkpoints that hold only factors, and resumes."""
 
+import json
+import math
+
+import pytest
+import torch
+from test_async_loop import ASYNC, STRICT
+from test_dpo_loop import dpo  # noqa: F401
+from test_torch_dist_loop import EP2, PP2, check_resumes
+
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import read_state
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 
 LORA = ("--rl-lora-rank", "4", "--rl-lora-alpha", "8", "--lr", "2e-2")
-TP2 = ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "1")
+TP2 = ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
 GATHERED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+SAVED = ("--train-iters", "4", "--save-interval", "2", "--ckpt-format")
 MOVED = 1e-6  # nats, least KL to the reference after an update
 
 
 def test_tp2_with_the_distributed_optimizer_and_a_resume_from_torch_dist(job):
     """The reference is the model without adapters, also after a resume."""
-    saved = ("--ckpt-format", "torch_dist", "--save-interval", "2")
-    run = job("--train-iters", "4", *TP2, *LORA, *GATHERED, *saved, "--rl-verify-weights")
+    run = job(*SAVED, "torch_dist", *TP2, *LORA, *GATHERED)
     run.stop_at(2)
     files = DistFiles(run.save / "iter_0000002")
     names = [name for name in files.tensors() if not name.startswith("optimizer")]
@@ -21,3 +30,42 @@ def test_tp2_with_the_distributed_optimizer_and_a_resume_from_torch_dist(job):
     assert "training resumes from" in result.log
     result.check_agreement(4, MOVED)
     assert read_state(str(run.save), 4)[0]["loop"]["adapter"]["--rl-lora-rank"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split, model", [(EP2, "moe_model"), (PP2, "dense_model")], ids=["MoE-EP2", "PP2-tied"])
+def test_a_resume_is_the_uninterrupted_run(job, request, split, model):
+    check_resumes(job, *split, at=(3,), more=LORA, model=request.getfixturevalue(model))
+
+
+@pytest.mark.slow
+def test_files_of_ranks_hold_factors_and_other_adapters_are_refused(job, moe_model):
+    spread = (*EP2, "--rl-generate-tp", "2", "--rl-generate-ep", "2", "--rl-router-replay", "rollout")
+    run = job(*SAVED, "torch", *spread, *LORA, model=moe_model)
+    run.stop_at(2)
+    (file, *_) = sorted((run.save / "iter_0000002").glob("*/model_optim_rng.pt"))
+    state = torch.load(file, weights_only=False)["model"]
+    assert state and all(name.startswith("rl_lora.") for name in state)
+    assert any("/experts/" in name for name in state)
+    for flags in (("--rl-lora-rank", "8"), ("--rl-lora-alpha", "4"), ("--rl-lora-targets", "q_proj")):
+        own, run.extra = run.extra, (*run.extra, *flags)
+        assert f"the flags give --rl-lora-rank {8 if flags[1] == '8' else 4} " in run.fail().log
+        run.extra = own
+    result = run.run()
+    result.check_agreement(4, MOVED)
+
+
+@pytest.mark.slow
+def test_engines_apart_and_bfloat16(job):
+    """Engines get merged weights of each version."""
+    result = job("--train-iters", "4", *ASYNC, *STRICT, *LORA, "--bf16", ranks=2).run()
+    lines = result.metrics
+    assert lines[0]["ratio/mean"] == 1 and max(line["logp_diff/mean"] for line in lines) < 0.02
+    assert all(line["kl/ref"] > 1e-5 for line in lines[1:])
+
+
+@pytest.mark.slow
+def test_pairs(dpo):  # noqa: F811
+    """Their reference is the model without adapters."""
+    lines = dpo("--train-iters", "12", *LORA).run().metrics
+    assert lines[0]["loss"] == pytest.approx(math.log(2), abs=1e-4) and lines[-1]["loss"] < 0.68, json.dumps(lines[-1])
