@@ -179,6 +179,19 @@ OF_LLM += "--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec"
 PAIRS = list(zip(checkouts("MINDSPEED_PATH"), checkouts("MINDSPEED_LLM_PATH"), strict=False))
 
 
+def with_experts(job, arithmetic, model, folder, mindspeed, finetuned, flags, first=""):
+    """The job under MindSpeed, or if `finetuned` is given under this MindSpeed-LLM, which has a router of its own."""
+    checkout = cores()["0.12"]
+    if finetuned is None:
+        entry, path = mindspeed_entry(folder, checkout, first), [mindspeed, checkout]
+        return job(*flags, "--mock-data", script=entry, path=path, model=model)
+    entry, path = folder / "entry.py", [finetuned, mindspeed, checkout]
+    entry.write_text(first + STAND_INS.format(script=str(finetuned / "pretrain_gpt.py")))
+    flags += ("--use-mcore-models", "--make-vocab-size-divisible-by", "1", "--tokenizer-type", "PretrainedFromHF")
+    flags += ("--tokenizer-name-or-path", str(arithmetic / "tokenizer"))
+    return job(*flags, script=entry, path=path, model=model.replace("--moe-layer-freq [0]+[1]*1", OF_LLM))
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", REPLAYED)
 @pytest.mark.parametrize("llm", [False, True], ids=["MindSpeed", "MindSpeed-LLM"])
@@ -186,24 +199,32 @@ PAIRS = list(zip(checkouts("MINDSPEED_PATH"), checkouts("MINDSPEED_LLM_PATH"), s
 def test_experts_are_replayed_under_mindspeed(
     job, arithmetic, moe_model, tmp_path, monkeypatch, mindspeed, finetuned, llm, layout
 ):
-    """As test_routes_loop.py: the engine chooses other experts. MindSpeed-LLM always has a router of its own."""
+    """As test_routes_loop.py: the engine chooses other experts."""
     monkeypatch.setenv("BIAS", "0.04")
-    checkout = cores()["0.12"]
-    given = ("--train-iters", "2", *REPLAYED[layout].split(), "--rl-router-replay", "rollout")
-    if llm:
-        entry = tmp_path / "entry.py"
-        entry.write_text(REROUTED + STAND_INS.format(script=str(finetuned / "pretrain_gpt.py")))
-        given += ("--use-mcore-models", "--make-vocab-size-divisible-by", "1", "--tokenizer-type", "PretrainedFromHF")
-        given += ("--tokenizer-name-or-path", str(arithmetic / "tokenizer"))
-        path, moe_model = [finetuned, mindspeed, checkout], moe_model.replace("--moe-layer-freq [0]+[1]*1", OF_LLM)
-    else:
-        entry, path = mindspeed_entry(tmp_path, checkout, REROUTED), [mindspeed, checkout]
-        given += ("--mock-data",)
-    result = job(*given, script=entry, path=path, model=moe_model).run(400)
+    flags = ("--train-iters", "2", *REPLAYED[layout].split(), "--rl-router-replay", "rollout")
+    where = (arithmetic, moe_model, tmp_path, mindspeed, finetuned if llm else None)
+    result = with_experts(job, *where, flags, REROUTED).run(400)
     result.check_log_probs(2)
     for line in result.metrics:
         assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["grad_norm"] > 1e-3
         assert line["router/differ"] == line["router/differ/2"] > 0.02
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", [*REPLAYED][:2])
+@pytest.mark.parametrize("llm", [False, True], ids=["MindSpeed", "MindSpeed-LLM"])
+@pytest.mark.parametrize(("mindspeed", "finetuned"), PAIRS, ids=[pair[0].name for pair in PAIRS])
+def test_adapters_under_mindspeed(job, arithmetic, moe_model, tmp_path, mindspeed, finetuned, llm, layout):
+    """MindSpeed-LLM's own flags of LoRA are taken over."""
+    flags = ("--train-iters", "4", "--save-interval", "2", "--rl-verify-weights", *REPLAYED[layout].split())
+    ours, theirs = ("--rl-lora-rank", "4", "--rl-lora-alpha", "8"), ("--lora-r", "4", "--lora-alpha", "8")
+    theirs += ("--lora-target-modules", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    flags += (*(theirs if llm else ours), "--lr", "2e-2", "--use-distributed-optimizer")
+    run = with_experts(job, arithmetic, moe_model, tmp_path, mindspeed, finetuned if llm else None, flags)
+    run.stop_at(2, 400)
+    result = run.run(400)
+    assert "training resumes from" in result.log
+    result.check_agreement(4, 1e-6)
 
 
 @pytest.mark.skipif(None in (MINDSPEED, MINDSPEED_LLM), reason="MINDSPEED_PATH or MINDSPEED_LLM_PATH is not set")
