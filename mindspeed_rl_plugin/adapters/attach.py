@@ -36,7 +36,7 @@ def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Modu
         prefix = chunk_prefix(next(numbers), parallel.vpp)
         live = {prefix + name: tensor for name, tensor in stored_parameters([chunk]).items()}
         kinds = trainer_storage(shape, parallel, rank, live, only=prefix)
-        mine = (m for m in adapted(shape, parallel, rank, kinds, config.lora_targets) if m.module.startswith(prefix))
+        mine = (m for m in adapted(shape, parallel, rank, kinds, config.target_names) if m.module.startswith(prefix))
         matrices = [replace(m, module=m.module.removeprefix(prefix)) for m in mine]
         if not matrices:
             raise ValueError(

@@ -7,28 +7,31 @@ from typing import Any
 
 from mindspeed_rl_plugin.adapters.targets import adapted, matrices, target_names, unknown_targets
 from mindspeed_rl_plugin.algorithms import resolve
-from mindspeed_rl_plugin.checks.upstream_checks import EXPERTS_OUTSIDE, OUTSIDE_OF_LAYERS, do_not_fit
+from mindspeed_rl_plugin.checks.upstream_checks import OUTSIDE_OF_LAYERS, do_not_fit
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
 from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
-_OWN_STORAGE = {
+_OTHER_WAYS = {
     "mla_mm_split": "stores a matrix in two pieces",
     "schedules_method": "its pipeline was not tested with adapters",
     "reuse_fp32_param": "its weights share memory with main parameters, which a frozen weight lacks",
-}
+} | dict.fromkeys(
+    ("moe_alltoall_overlap_comm", "moe_allgather_overlap_comm", "swap_attention"),
+    "uses weights outside of their module",
+)
 
 
 def problems(args: Any, config: RLConfig) -> Iterator[str]:
     """One message for each problem. Raises ValueError for a model of no known family."""
-    rank, targets = config.lora.lora_rank, config.lora.lora_targets
+    rank, targets = config.lora.lora_rank, config.lora.target_names
     if rank is None:
         return
     flag = f"--rl-lora-rank {rank}"
     if resolve(config.algorithm).needs_critic:
-        yield f"{flag} with --rl-advantage gae: a critic would be trained as a whole; give another advantage"
-    yield from do_not_fit(args, flag, _OWN_STORAGE | OUTSIDE_OF_LAYERS | EXPERTS_OUTSIDE)
+        yield f"{flag} with --rl-advantage gae: a critic would be trained as a whole; remove {flag}"
+    yield from do_not_fit(args, flag, _OTHER_WAYS | OUTSIDE_OF_LAYERS)
     shape, tp = ModelShape.from_megatron_args(args, vocab=1), args.tensor_model_parallel_size
     if unknown := unknown_targets(shape, targets):
         known = ", ".join(target_names(shape))

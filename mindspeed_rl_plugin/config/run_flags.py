@@ -220,6 +220,10 @@ class LoraConfig:
     )
 
     @property
+    def target_names(self) -> tuple[str, ...]:
+        return split_words(self.lora_targets)
+
+    @property
     def lora_scale(self) -> float:
         return (self.lora_alpha or self.lora_rank) / self.lora_rank
 

@@ -44,7 +44,7 @@ def adapter(lora: LoraConfig) -> dict[str, Any]:
     """Values of the flags that decide which adapters a checkpoint holds; empty without adapters."""
     if lora.lora_rank is None:
         return {}
-    scale, targets = lora.lora_alpha or lora.lora_rank, sorted(lora.lora_targets)
+    scale, targets = lora.lora_alpha or lora.lora_rank, sorted(lora.target_names)
     return {"--rl-lora-rank": lora.lora_rank, "--rl-lora-alpha": scale, "--rl-lora-targets": " ".join(targets) or "all"}
 
 

@@ -128,6 +128,7 @@ LIMITED |= dict(moe_aux_loss_coeff=0.003, expert_model_parallel_size=2, moe_rout
 SPREAD = {"--rl-generate-tp": "4", "--rl-generate-ep": "4"}
 PACKED = {"--rl-max-tokens-per-microbatch": "64", "--rl-pack-sequences": ""}
 REPLAY = {"--rl-router-replay": "rollout"}
+LORA = {"--rl-lora-rank": "8"}
 PAI = {"moe_router_load_balancing_type": "pai_megatron_aux_loss"}
 UNFUSED = SimpleNamespace(name="unfused")
 SHARED = {"--rl-max-tokens-per-microbatch": "64", "--rl-share-prompts": ""}
@@ -373,6 +374,16 @@ REFUSED: dict[str, list[dict]] = {
         REPLAY | MOE | {"moe_fb_overlap": True},
         REPLAY | MOE | {"swap_attention": True},
         REPLAY | MOE | PAI | dict(moe_token_dispatcher_type="allgather", moe_permutation_async_comm=True),
+    ],
+    "lora_checks.problems": [
+        LORA | {"--rl-advantage": "gae"},
+        LORA | MOE | {"moe_zero_memory": "level0"},
+        LORA | MOE | {"moe_alltoall_overlap_comm": True},
+        LORA | {"reuse_fp32_param": True},
+        LORA | FOLDED,
+        LORA | {"--rl-lora-targets": "q_proj,qkv"},
+        {"--rl-lora-rank": "300"},
+        LORA | {"tensor_model_parallel_size": 8, "world_size": 8},
     ],
     "upstream_checks.gradients": [
         dict(recompute_in_bubble=True, calculate_per_token_loss=True),

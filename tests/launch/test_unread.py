@@ -133,7 +133,10 @@ def test_pairs_refuse_whole_groups_less_what_they_read():
             continue
         changed = dataclasses.replace(getattr(config, group), **{field.name: other_than(field, hint)})
         lines = unread(dataclasses.replace(config, **{group: changed}))
-        if field.metadata["pairs"]:
+        reader = field.metadata["reader"]
+        if field.metadata["pairs"] and reader and not reader.reads(resolve(config.algorithm), config):
+            assert f"only {reader.what} reads it" in lines[0], lines
+        elif field.metadata["pairs"]:
             read.add(group)
             assert lines == [], field.name
         else:
@@ -141,5 +144,5 @@ def test_pairs_refuse_whole_groups_less_what_they_read():
             name, _, rest = message.partition(" has no meaning in this run: only ")
             assert flag_name(field.name).removeprefix("--") in name, message
             assert rest == "an algorithm that samples responses reads it, and dpo generates nothing; remove it", message
-    assert read == {"data", "rollout", "algorithm", "forward", "dock", "monitor"}
+    assert read == {"data", "rollout", "algorithm", "forward", "lora", "dock", "monitor"}
     assert unread(chosen("dpo", kl_loss_coef=0.0)) == [], "the preset's own value"
