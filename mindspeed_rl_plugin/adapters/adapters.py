@@ -81,7 +81,7 @@ class AdaptedModule(Module):
             for expert, segment in _places(matrix, attribute):
                 rows, columns = _inside(matrix, segment)
                 part = segment.view(out, segment.start, segment.size)
-                _add(part, b[expert][rows].detach(), a[expert][:, columns].detach(), self.scale)
+                merge(part, b[expert][rows].detach(), a[expert][:, columns].detach(), self.scale)
         return out
 
     def gradients(self, weights: Sequence[Tensor | None]) -> list[Tensor]:
@@ -247,7 +247,7 @@ def _inside(matrix: Adapted, segment: Segment) -> tuple[slice, slice]:
 
 
 @torch.no_grad()
-def _add(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> None:
+def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> None:
     """weight += scale x b a, rounded once."""
     wide, step = get_device().merge_dtype, max(1, _AT_ONCE // max(1, weight.shape[1]))
     a = a.to(wide)

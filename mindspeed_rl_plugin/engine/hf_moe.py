@@ -75,7 +75,8 @@ def _balancing_problems(args: Namespace, shape: ModelShape) -> Iterator[str]:
         elif kind == "none" and not plain and getattr(args, "moe_tp_extend_ep", False):
             yield (
                 "--moe-tp-extend-ep with --moe-router-load-balancing-type none: MindSpeed's router then ignores score "
-                f"function ({score}), bias, groups and scaling factor; give --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0"
+                f"function ({score}), bias, groups and scaling factor; give --moe-router-load-balancing-type aux_loss "
+                "--moe-aux-loss-coeff 0"
             )
 
 

@@ -143,7 +143,8 @@ def ours(chunks, tokens, forward_only=False):
 def check(case, folder):
     """Largest relative difference."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(case["family"], vocab_size=VOCAB, **SIZES | FAMILIES[case["family"]])
+    sizes = SIZES | FAMILIES[case["family"]] | {"num_hidden_layers": case.get("layers", 2)}
+    config = AutoConfig.for_model(case["family"], vocab_size=VOCAB, **sizes)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
     ).double()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import Linear, Module
 
-from mindspeed_rl_plugin.adapters.adapters import AdaptedModule, Adapters, Place
+from mindspeed_rl_plugin.adapters.adapters import AdaptedModule, Adapters, Place, merge
 from mindspeed_rl_plugin.adapters.attach import BaseModel, check_ran
 from mindspeed_rl_plugin.adapters.targets import Adapted, adapted, matrices, target_names, unknown_targets
 from mindspeed_rl_plugin.layout.families import FAMILIES
@@ -37,6 +37,7 @@ SLOW = {
     2: {
         "TP": dict(family="seed_oss", layout=dict(tp=2)),
         "PP, recompute by blocks": dict(family="mistral", layout=dict(pp=2), flags=BLOCK),
+        "VPP": dict(family="mistral", layout=dict(pp=2, vpp=2), layers=4),
         "PP, experts": dict(family="qwen2_moe", layout=dict(pp=2)),
         "EP": dict(family="qwen2_moe", layout=dict(ep=2)),
         "ETP without TP": dict(family="qwen2_moe", layout=dict(etp=2)),
@@ -180,6 +181,23 @@ def test_a_merge_is_rounded_once(dtype):
     ((name, found),) = chunk.rl_lora.merged()
     exact = by_hand(one, chunk.linear.weight)
     assert name == "linear.weight" and torch.equal(found, exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_part_of_a_merge_is_the_merge_of_a_part(dtype):
+    """So engines have the same weights whatever the layout."""
+    weight, b, a = (
+        torch.randn(96, 160, dtype=dtype),
+        torch.randn(96, 16, dtype=dtype),
+        torch.randn(16, 160, dtype=dtype),
+    )
+    whole = weight.clone()
+    merge(whole, b, a, 0.5)
+    for rows, columns in ((slice(0, 48), slice(None)), (slice(17, 96), slice(None)), (slice(None), slice(33, 140))):
+        part = weight[rows, columns].clone()
+        merge(part, b[rows], a[:, columns], 0.5)
+        assert torch.equal(part, whole[rows, columns])
+    assert not torch.equal(whole, weight)
 
 
 def test_a_module_that_does_not_run_is_named():

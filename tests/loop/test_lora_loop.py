@@ -15,13 +15,15 @@ from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 LORA = ("--rl-lora-rank", "4", "--rl-lora-alpha", "8", "--lr", "2e-2")
 TP2 = ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
 GATHERED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+SHARED = ("--rl-max-tokens-per-microbatch", "64", "--rl-share-prompts", "--recompute-granularity", "full")
+SHARED += ("--recompute-method", "uniform", "--recompute-num-layers", "1")
 SAVED = ("--train-iters", "4", "--save-interval", "2", "--ckpt-format")
 MOVED = 1e-6  # nats, least KL to the reference after an update
 
 
-def test_tp2_with_the_distributed_optimizer_and_a_resume_from_torch_dist(job):
+def test_tp2_with_the_distributed_optimizer_shared_prompts_and_a_resume_from_torch_dist(job):
     """The reference is the model without adapters, also after a resume."""
-    run = job(*SAVED, "torch_dist", *TP2, *LORA, *GATHERED)
+    run = job(*SAVED, "torch_dist", *TP2, *LORA, *GATHERED, *SHARED)
     run.stop_at(2)
     files = DistFiles(run.save / "iter_0000002")
     names = [name for name in files.tensors() if not name.startswith("optimizer")]
