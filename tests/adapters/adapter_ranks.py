@@ -18,8 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "weights"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_models import FAMILIES, HOST, SIZES  # noqa: E402
-from family_ranks import fill  # noqa: E402
+from family_models import FAMILIES, HOST, SIZES, fill  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402

@@ -12,6 +12,7 @@ from family_configs import CONFIGS
 from safetensors.torch import save_file
 
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
+from mindspeed_rl_plugin.tools.convert.files import open_tensors
 
 # How Megatron's own pretrain_gpt.py runs on a host, whatever the model.
 HOST = (
@@ -24,6 +25,15 @@ SIZES |= dict(max_position_embeddings=32, tie_word_embeddings=False, initializer
 # Whose log-probs are compared: the others are special cases of them, or are trained in tests/loop.
 NAMES = "mistral seed_oss mixtral qwen2_moe glm4_moe glm4_moe_355b bailing_moe deepseek_v2 deepseek_v2-lite kimi_k2"
 FAMILIES = {name: CONFIGS[name] for name in NAMES.split()}
+
+
+def fill(live, layout, folder):
+    """Copies the weights of the files to where the layout has them."""
+    source = open_tensors(folder)
+    for name, segments in layout.items():
+        for s in segments:
+            at = (slice(None),) * s.axis + (slice(s.start, s.stop),)
+            s.view(live[name], s.start, s.size).copy_(source[s.name][at])
 
 
 def random_model(family, folder, vocab):

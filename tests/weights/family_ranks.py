@@ -23,7 +23,7 @@ if sys.argv[2] == "vllm":
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_models import HOST, random_model  # noqa: E402
+from family_models import HOST, fill, random_model  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver  # noqa: E402
@@ -38,7 +38,6 @@ from mindspeed_rl_plugin.rows import GenerateRequest, SampleId, Sampling  # noqa
 from mindspeed_rl_plugin.tools.convert import to_megatron  # noqa: E402
 from mindspeed_rl_plugin.tools.convert.arguments import megatron_arguments  # noqa: E402
 from mindspeed_rl_plugin.tools.convert.checkpoint import Checkpoint  # noqa: E402
-from mindspeed_rl_plugin.tools.convert.files import open_tensors  # noqa: E402
 from mindspeed_rl_plugin.weights.live import engine_storage, stored_parameters, trainer_storage  # noqa: E402
 
 VOCAB, LENGTH = 128, 24
@@ -56,15 +55,6 @@ def whole_queries(self):
         linear_kv_up_proj=given.linear_kv_up_proj,
         **norms,
     )
-
-
-def fill(live, layout, folder: Path) -> None:
-    """Copies the weights of the files to where the layout has them."""
-    source = open_tensors(folder)
-    for name, segments in layout.items():
-        for s in segments:
-            at = (slice(None),) * s.axis + (slice(s.start, s.stop),)
-            s.view(live[name], s.start, s.size).copy_(source[s.name][at])
 
 
 def of_megatron(folder: Path, theirs) -> float:

@@ -1,5 +1,6 @@
 """Megatron's own model of a shape, by its flags and its parser, as pretrain_gpt.py builds it. Imported by ranks."""
 
+import inspect
 import sys
 
 from megatron.core.models.gpt import GPTModel
@@ -28,9 +29,14 @@ def parsed(described, more):
 
 
 def built(args, config, **stage):
+    """stage: whether it has the embedding and the head, and the number of the chunk, which core 0.12 does not take."""
+    known = inspect.signature(GPTModel.__init__).parameters
+    stage = {name: value for name, value in stage.items() if name in known}
+    given = dict(normalization=args.normalization, vp_stage=stage.get("vp_stage"))
+    known = inspect.signature(get_gpt_decoder_block_spec).parameters
     return GPTModel(
         config,
-        get_gpt_decoder_block_spec(config, False, normalization=args.normalization, vp_stage=stage.get("vp_stage")),
+        get_gpt_decoder_block_spec(config, False, **{name: value for name, value in given.items() if name in known}),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
