@@ -1,5 +1,6 @@
 """The routes that an engine records: of real engines against transformers', and what cannot be recorded."""
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from mindspeed_rl_plugin.engine import routes, vllm_api
 from mindspeed_rl_plugin.engine.routes import RouteRecorder, RouteSizes, continued
+from mindspeed_rl_plugin.host import engine_env
 
 SLOW = [("glm4_moe", 1, 1), ("deepseek_v3", 1, 1), ("qwen3_moe_large", 1, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 1, 2)]
 SLOW += [("glm4_moe", 2, 2)]
@@ -70,6 +72,24 @@ def worker_of(*layers, specs=()):
 def test_models_whose_routes_cannot_be_recorded(layers, text) -> None:
     with pytest.raises(ValueError, match=text):
         RouteRecorder(SIZES, 8).bind(worker_of(*layers))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("kind", "vllm", "ascend", "text"),
+    [
+        ("cuda", (0, 15), None, r"vLLM 0\.15 does not tell .*; install vLLM 0\.16"),
+        ("npu", (0, 18), "0.18.0", r"vllm-ascend 0\.18\.0 does not tell .*; install a version after 0\.26\.0rc1"),
+        ("npu", (0, 26), "0.26.0rc1", r"vllm-ascend 0\.26\.0rc1 .* pull request 13882"),
+        ("npu", (0, 32), "0.32.0rc1", None),
+        ("cuda", (0, 16), None, None),
+    ],
+)
+def test_versions_that_tell_no_routes(monkeypatch, kind, vllm, ascend, text) -> None:
+    monkeypatch.setattr(engine_env, "vllm_version", lambda: vllm)
+    monkeypatch.setattr(engine_env.metadata, "version", lambda name: ascend)
+    with pytest.raises(ValueError, match=text) if text else contextlib.nullcontext():
+        engine_env.demand_routes(kind)
 
 
 @pytest.mark.quick
