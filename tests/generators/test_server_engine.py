@@ -1,6 +1,7 @@
 """A server as an engine: what it is asked, what its answers become, and which servers are refused. The server here
 speaks HTTP as vLLM's does, and samples nothing."""
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -18,9 +19,8 @@ import pytest
 import torch
 
 import mindspeed_rl_plugin
-from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions, prompt_of, sampling_fields
 from mindspeed_rl_plugin.engine.routes import RouteSizes
-from mindspeed_rl_plugin.generators import serving
 from mindspeed_rl_plugin.generators.server_engine import ServerEngine, completion
 from mindspeed_rl_plugin.generators.vllm_server import (
     DEVELOPMENT,
@@ -196,6 +196,61 @@ def test_routes_are_of_the_layers_with_experts_and_lie_behind_their_token():
             completion(asked, answer | {"routed_experts": value}, 4, sizes)
 
 
+def answered(body, steps, finish) -> dict:
+    """The choice that vLLM's own server sends, as JSON, if its engine sampled the tokens of `steps` one by one. The row
+    of routes of a token is its number."""
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.outputs import LogprobsLists
+
+    asked = protocol.GenerateRequest(**json.loads(json.dumps(body)))
+    sampling, prompt = asked.sampling_params, asked.token_ids
+    sampling.output_kind = serving.RequestOutputKind.FINAL_ONLY
+    waiting, out = RequestOutputCollector(sampling.output_kind, "a"), OutputProcessor(None, log_stats=False)
+    core = EngineCoreRequest("a", prompt, None, sampling, None, 0.0, None, None, None, external_req_id="a")
+    out.add_request(core, None, queue=waiting)
+    done, ended = 0, {"abort": FinishReason.ABORT, "stop": FinishReason.STOP}[finish]
+    for number, token in enumerate(steps, len(prompt)):
+        logprobs = LogprobsLists(*map(np.array, ([[token]], [[-0.5]], [1])))
+        rows = np.arange(done, number, dtype=np.uint8)[:, None, None] + np.arange(6, dtype=np.uint8).reshape(3, 2)
+        last = ended if finish != "abort" and number == len(prompt) + len(steps) - 1 else None
+        one = EngineCoreOutput("a", [token], logprobs, finish_reason=last, routed_experts=rows)
+        out.process_outputs([one], weight_version="4")
+        done = number
+    if finish == "abort":  # as the engine's `_send_abort_outputs` says it
+        out.process_outputs([EngineCoreOutput("a", [], finish_reason=ended)], weight_version="4")
+
+    async def results():
+        yield await waiting.get()
+
+    server = object.__new__(serving.ServingTokens)
+    vars(server).update(enable_prompt_tokens_details=False, enable_log_outputs=False, has_tokenizer=False)
+    asked._response_mm_placeholders = None
+    whole = server.serve_tokens_full_generator(asked, results(), "a", "m", SimpleNamespace())
+    return json.loads(json.dumps(asyncio.run(whole).model_dump()))["choices"][0]
+
+
+@pytest.mark.slow  # vLLM's server is imported
+def test_answers_of_vllms_own_code_are_read():
+    """What it asks of the server, and what it makes of the answer; also where the response was aborted, which goes on,
+    and is then aborted before it has a token."""
+    sizes = RouteSizes((1, 2), 99, 2)
+
+    def asked(request, steps, finish):
+        body = {"token_ids": prompt_of(request), "sampling_params": sampling_fields(request, (96,), True)}
+        return completion(request, answered(body, steps, finish), 4, sizes)
+
+    begun = asked(request((5, 6)), [7, 8], "abort")
+    again = asked(request((5, 6), begun=begun), [], "abort")
+    whole = asked(request((5, 6), begun=again), [9, 10], "stop")
+    assert (begun.tokens, begun.finish, begun.segments) == ((7, 8), "abort", ((0, 4),))
+    assert (whole.tokens, whole.logps, whole.finish) == ((7, 8, 9, 10), (-0.5,) * 4, "stop")
+    rows = [[[t + 2, t + 3], [t + 4, t + 5]] for t in range(5)]
+    for one, count in ((begun, 3), (again, 3), (whole, 5)):
+        assert one.columns["routes"].row(0).tolist() == [[[0, 0]] * 2, *rows[:count]]
+
+
 def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
     fake.held = {1}
     engine = engine_of(fake)
@@ -278,12 +333,6 @@ def test_a_server_that_lacks_something_is_refused(fake, change, why):
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ValueError, match="is no address of a server"):
         VllmServer(url, 20)
-
-
-def test_a_server_whose_responses_are_aborted_has_no_routes():
-    job = SimpleNamespace(inflight="recompute", deadline=1.0)
-    with pytest.raises(ValueError, match="give --rl-inflight keep or drain"):
-        serving._at_url("http://a:1", "h:1", "secret", job, replace(JOB, record_routes=True))
 
 
 QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 97}
