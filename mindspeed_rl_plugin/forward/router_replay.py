@@ -22,6 +22,7 @@ from mindspeed_rl_plugin.ranks import gather_all
 CONTROLS = ("the token before", "the next layer", "other tokens")
 # Tokens that the engine read: before an interruption of the response, the one that it left unread, and after it.
 PARTS = ("in the first parts of responses", "of the first token after an interruption", "after an interruption")
+OLDER = 4  # the part of tokens that older weights read, which choose otherwise: they are counted, and not checked
 CHECKED = 100  # least number of slots of a layer
 LEAST = 0.8  # smallest share of a layer's routes that must be those that the trainer's router would choose
 SKEWED = 0.9  # a control that agrees more proves nothing: most tokens choose the same experts
@@ -30,7 +31,8 @@ ROUTE_COUNTS = ("slots", "doubled", "equal", *CONTROLS)
 
 records: list[dict[tuple[int, int], Tensor]] = []  # of the pass that records, if any
 batch_index = [0]  # of the micro-batch that the pass runs now
-# number of a layer with experts -> `[PARTS, ROUTE_COUNTS]` int64, since `differences` took them
+weights_version = [0]  # of the weights with which the rollout is prepared
+# number of a layer with experts -> `[OLDER, ROUTE_COUNTS]` int64, since `differences` took them
 tallies: dict[int, Tensor] = {}
 _checked: list[Tensor] = []  # `[layers, ROUTE_COUNTS]` of passes since `differences`
 unchecked: dict[str, Tensor | int] = dict.fromkeys(PARTS, 0)  # their sum of each of PARTS that was not checked yet
@@ -41,7 +43,7 @@ class Routes:
     """Experts of the N tokens of a micro-batch in the model's order: position by position, each of all rows."""
 
     ids: Tensor  # `[layers with experts, N, K]` uint8 or int16
-    part: Tensor  # `[N]` uint8, in PARTS from 1; 0: the router chooses itself, for padding and last tokens of rows
+    part: Tensor  # `[N]` uint8, in PARTS from 1, or OLDER; 0, for padding and last tokens of rows: the router chooses
     rows: int  # number of rows between a token and the one before it
 
     @classmethod
@@ -195,7 +197,7 @@ def _tally(layer: int, choice: Choice, of_next: Tensor, rows: int) -> None:
     controls = ids.roll(rows, 0), _of_rank(of_next, len(ids)), ids.roll(len(ids) // 2, 0)
     equal = [(own[:, :, None] == other[:, None, :]).any(2).sum(1) for other in (ids, *controls)]
     of_token = torch.stack([torch.full_like(equal[0], ids.shape[1]), choice.doubled.to(equal[0]), *equal], 1)
-    counts = torch.stack([of_token[choice.part == 1 + i].sum(0) for i in range(len(PARTS))])
+    counts = torch.stack([of_token[choice.part == 1 + i].sum(0) for i in range(OLDER)])
     tallies[layer] = tallies.get(layer, 0) + counts
 
 
@@ -206,7 +208,7 @@ def check(numbers: tuple[int, ...]) -> Tensor:
     were given: in each layer they agree with the trainer's own choice in at least LEAST of the slots, and more than
     routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not. Collective.
     """
-    total, here = torch.zeros(len(numbers), len(PARTS), len(ROUTE_COUNTS), dtype=torch.int64), dict(tallies)
+    total, here = torch.zeros(len(numbers), OLDER, len(ROUTE_COUNTS), dtype=torch.int64), dict(tallies)
     tallies.clear()
     for of_rank in gather_all({layer: counts.tolist() for layer, counts in here.items()}):
         for layer, counts in of_rank.items():
