@@ -225,6 +225,17 @@ def check(numbers: tuple[int, ...]) -> Tensor:
     return sum(_checked)
 
 
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Within the context passes count in no metric and no check."""
+    kept = dict(tallies), dict(unchecked), [*_checked]
+    yield
+    for now, before in zip((tallies, unchecked), kept[:2], strict=True):
+        now.clear()
+        now.update(before)
+    _checked[:] = kept[2]
+
+
 def differences(numbers: tuple[int, ...]) -> dict[str, float]:
     """Metrics of all passes of the job since the last call; see `check`. Collective."""
     slots, _, equal, *_ = check(numbers).T

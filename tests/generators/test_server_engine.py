@@ -196,30 +196,27 @@ def test_routes_are_of_the_layers_with_experts_and_lie_behind_their_token():
             completion(asked, answer | {"routed_experts": value}, 4, sizes)
 
 
-def answered(body, steps, finish) -> dict:
-    """The choice that vLLM's own server sends, as JSON, if its engine sampled the tokens of `steps` one by one. The row
-    of routes of a token is its number."""
+def answered(body, tokens, finish) -> dict:
+    """The choice that vLLM's own server sends if its engine samples these tokens one by one, and then aborts it or
+    not."""
     from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
     from vllm.v1.outputs import LogprobsLists
 
     asked = protocol.GenerateRequest(**json.loads(json.dumps(body)))
-    sampling, prompt = asked.sampling_params, asked.token_ids
-    sampling.output_kind = serving.RequestOutputKind.FINAL_ONLY
-    waiting, out = RequestOutputCollector(sampling.output_kind, "a"), OutputProcessor(None, log_stats=False)
-    core = EngineCoreRequest("a", prompt, None, sampling, None, 0.0, None, None, None, external_req_id="a")
-    out.add_request(core, None, queue=waiting)
-    done, ended = 0, {"abort": FinishReason.ABORT, "stop": FinishReason.STOP}[finish]
-    for number, token in enumerate(steps, len(prompt)):
-        logprobs = LogprobsLists(*map(np.array, ([[token]], [[-0.5]], [1])))
-        rows = np.arange(done, number, dtype=np.uint8)[:, None, None] + np.arange(6, dtype=np.uint8).reshape(3, 2)
-        last = ended if finish != "abort" and number == len(prompt) + len(steps) - 1 else None
-        one = EngineCoreOutput("a", [token], logprobs, finish_reason=last, routed_experts=rows)
-        out.process_outputs([one], weight_version="4")
-        done = number
-    if finish == "abort":  # as the engine's `_send_abort_outputs` says it
-        out.process_outputs([EngineCoreOutput("a", [], finish_reason=ended)], weight_version="4")
+    asked.sampling_params.output_kind = kind = serving.RequestOutputKind.FINAL_ONLY
+    waiting, out, done = RequestOutputCollector(kind, "a"), OutputProcessor(None, log_stats=False), 0
+    given = "a", asked.token_ids, None, asked.sampling_params, None, 0.0, None, None, None
+    out.add_request(EngineCoreRequest(*given, external_req_id="a"), None, queue=waiting)
+    steps = [EngineCoreOutput("a", [t], LogprobsLists(*map(np.array, ([[t]], [[-0.5]], [1])))) for t in tokens]
+    for read, step in enumerate(steps, len(asked.token_ids)):  # rows of three layers
+        step.routed_experts = (np.arange(done, read)[:, None, None] + np.arange(6).reshape(3, 2)).astype(np.uint8)
+        done = read
+    steps += [EngineCoreOutput("a", [])] if finish == "abort" else []  # as `_send_abort_outputs` says it
+    steps[-1].finish_reason = FinishReason[finish.upper()]
+    for step in steps:
+        out.process_outputs([step], weight_version="4")
 
     async def results():
         yield await waiting.get()
@@ -227,28 +224,21 @@ def answered(body, steps, finish) -> dict:
     server = object.__new__(serving.ServingTokens)
     vars(server).update(enable_prompt_tokens_details=False, enable_log_outputs=False, has_tokenizer=False)
     asked._response_mm_placeholders = None
-    whole = server.serve_tokens_full_generator(asked, results(), "a", "m", SimpleNamespace())
-    return json.loads(json.dumps(asyncio.run(whole).model_dump()))["choices"][0]
+    whole = asyncio.run(server.serve_tokens_full_generator(asked, results(), "a", "m", SimpleNamespace()))
+    return json.loads(json.dumps(whole.model_dump()))["choices"][0]
 
 
 @pytest.mark.slow  # vLLM's server is imported
 def test_answers_of_vllms_own_code_are_read():
-    """What it asks of the server, and what it makes of the answer; also where the response was aborted, which goes on,
-    and is then aborted before it has a token."""
-    sizes = RouteSizes((1, 2), 99, 2)
-
-    def asked(request, steps, finish):
-        body = {"token_ids": prompt_of(request), "sampling_params": sampling_fields(request, (96,), True)}
-        return completion(request, answered(body, steps, finish), 4, sizes)
-
-    begun = asked(request((5, 6)), [7, 8], "abort")
-    again = asked(request((5, 6), begun=begun), [], "abort")
-    whole = asked(request((5, 6), begun=again), [9, 10], "stop")
-    assert (begun.tokens, begun.finish, begun.segments) == ((7, 8), "abort", ((0, 4),))
-    assert (whole.tokens, whole.logps, whole.finish) == ((7, 8, 9, 10), (-0.5,) * 4, "stop")
-    rows = [[[t + 2, t + 3], [t + 4, t + 5]] for t in range(5)]
-    for one, count in ((begun, 3), (again, 3), (whole, 5)):
-        assert one.columns["routes"].row(0).tolist() == [[[0, 0]] * 2, *rows[:count]]
+    """Also of a response that is aborted, goes on, and is then aborted before it has a token."""
+    begun = None
+    for tokens, finish in (([7, 8], "abort"), ([], "abort"), ([9, 10], "stop")):
+        asked = request((5, 6), begun=begun)
+        body = {"token_ids": prompt_of(asked), "sampling_params": sampling_fields(asked, (96,), True)}
+        begun = completion(asked, answered(body, tokens, finish), 4, RouteSizes((1, 2), 99, 2))
+        rows = [[[t + 2, t + 3], [t + 4, t + 5]] for t in range(1 + len(begun.tokens))]
+        assert begun.columns["routes"].row(0).tolist() == [[[0, 0]] * 2, *rows] and begun.finish == finish
+    assert (begun.tokens, begun.logps, begun.segments) == ((7, 8, 9, 10), (-0.5,) * 4, ((0, 4),))
 
 
 def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
