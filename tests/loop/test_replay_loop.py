@@ -13,7 +13,7 @@ from jobs import Job
 from test_episode_loop import CASES, EPISODES
 from test_partial_loop import CARRY, IMPOSED
 from test_resume_loop import dapo
-from test_routes_loop import REPLAY, REROUTED
+from test_routes_loop import REPLAY
 
 from mindspeed_rl_plugin.tools.replay import repeat
 
@@ -172,7 +172,7 @@ def test_rollouts_of_several_epochs(replay, job, tmp_path, long_model, moe_model
     tell the experts of each token."""
     flags, more = (dapo(tmp_path, *CARRY), {"script": IMPOSED}) if kind == "carried" else (ASYNC, {})
     if "experts" in kind:
-        flags, more = (*ASYNC, *REPLAY), {"model": moe_model, "script": REROUTED}
+        flags, more = (*ASYNC, *REPLAY), {"model": moe_model}
     if "turns" in kind:
         carried = CASES["partial rollouts"] if kind == "turns, carried" else ASYNC
         flags, more = (*EPISODES, *carried, "--rl-algorithm", "reinforce++"), {"model": long_model}

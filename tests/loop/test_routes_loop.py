@@ -79,21 +79,21 @@ def test_old_replays_the_pass_of_old_log_probs(job, moe_model, layout):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", ["apart", "joined", "on Ray"])
 def test_engines_elsewhere_tell_their_routes(request, job, joined, monkeypatch, moe_model, where):
-    """Without lag. Those of the job and those that join choose other experts."""
+    """Without lag. The one that joins chooses other experts; ranks of the job that generate do not run the script."""
     if where == "on Ray":
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
     wanted = {"apart": "1", "joined": "0", "on Ray": "ray:1,device=cpu"}[where]
     flags = (*APART, wanted, "--rl-max-staleness", "0", "--rl-verify-weights", "--train-iters", "3", *REPLAY)
     monkeypatch.setenv("BIAS", "0.02")
-    running = job(*flags, script=REROUTED, model=moe_model, ranks=2 if where == "apart" else 1).dumping().start()
+    running = job(*flags, model=moe_model, ranks=2 if where == "apart" else 1).dumping().start()
     guests = [joined(running).join()] if where == "joined" else []
     result = running.wait(400)
-    assert result.code == 0 and all(guest.wait(30) == 0 for guest in guests), result.log[-4000:]
+    assert result.code == 0 and all(guest.wait(90) == 0 for guest in guests), result.log[-4000:]
     result.check_log_probs(3)
     running.check_trained(12)
     for line in result.metrics:
         assert line["ratio/mean"] == line["ratio/max"] == 1.0 and line["grad_norm"] > 1e-3
-    assert differing(result) < 1e-3 if where == "on Ray" else differing(result) > 0.01
+    assert differing(result) > 0.01 if where == "joined" else differing(result) < 1e-3
     for row in running.dumped():
         assert len(row["routes"]) == 2 * (len(row["prompt_tokens"]) + row["response_length"])
 
