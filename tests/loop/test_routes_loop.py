@@ -85,6 +85,7 @@ def test_engines_elsewhere_tell_their_routes(request, job, joined, monkeypatch, 
     wanted = {"apart": "1", "joined": "0", "on Ray": "ray:1,device=cpu"}[where]
     flags = (*APART, wanted, "--rl-max-staleness", "0", "--rl-verify-weights", "--train-iters", "3", *REPLAY)
     monkeypatch.setenv("BIAS", "0.02")
+    flags += ("--rl-wait-timeout", "300")
     running = job(*flags, model=moe_model, ranks=2 if where == "apart" else 1).dumping().start()
     guests = [joined(running).join()] if where == "joined" else []
     result = running.wait(400)
