@@ -89,8 +89,8 @@ def test_a_users_engine_trains_a_job_and_its_bad_rows_do_not(job, nothing_left) 
 class Rerouted(example.Engine):
     """Chooses experts by scores with a bias, which their weights do not see, and gives its choice."""
 
-    def load(self) -> None:
-        self.version, weights = self.job.weights()
+    def load(self, version: int | None = None) -> None:
+        self.version, weights = self.job.weights(version)
         config = AutoConfig.for_model(**self.job.model_config)
         self.model = Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights).eval()
         self.model.model.layers[1].mlp.gate.register_forward_hook(self.choose)
