@@ -354,6 +354,8 @@ def _say_graphs(count: int) -> None:
 
 def _prepare(kind: str, options: VllmOptions) -> None:
     engine_env.prepare_engine_env(kind, sleep_mode=options.sleep_mode)
+    if options.record_routes:
+        engine_env.demand_routes(kind)
     if options.tokenizer is None and needs_tokenizer(()):
         raise ValueError("vLLM before 0.10 does not start without a tokenizer; give --rl-tokenizer")
     keep_weights_live(kind)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.forward.batching import padded
-from mindspeed_rl_plugin.forward.router_replay import Routes
+from mindspeed_rl_plugin.forward.router_replay import OLDER, Routes, weights_version
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.forward.tree import Branches, PrefixTree, plan_tree
 from mindspeed_rl_plugin.rows import Ragged, Rows
@@ -150,12 +150,15 @@ def _check_routes(routes: Ragged, settings: ForwardSettings) -> None:
 
 def _parts(rows: Rows) -> Ragged:
     """`[L]` uint8 for each token that a model reads: 1 in the first part of a response, 2 at the token that an
-    interruption left unread, 3 after it; 0 for the last token, which none reads."""
+    interruption left unread, 3 after it; OLDER where older weights read it; 0 for the last token, which none reads."""
     parts = [torch.ones(n, dtype=torch.uint8) for n in rows["tokens"].lengths.tolist()]
     for i, part in enumerate(parts):
-        starts = rows["segments"].row(i)[1:, 0] if "segments" in rows.columns else []
-        if len(starts):
-            part[int(starts[0]) :], part[starts - 1] = 3, 2
+        spans = rows["segments"].row(i).tolist() if "segments" in rows.columns else []
+        for number, (start, version) in enumerate(spans):
+            if number:
+                part[start - 1], part[start:] = 2, 3
+            if version < weights_version[0]:
+                part[start - 1 if number else 0 :] = OLDER
         part[-1:] = 0
     return Ragged.from_rows(parts, torch.uint8)
 

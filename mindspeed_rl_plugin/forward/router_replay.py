@@ -7,6 +7,7 @@ version of Megatron, MindSpeed and MindSpeed-LLM. The first call of each router 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from mindspeed_rl_plugin.rows import route_dtype
 CONTROLS = ("the token before", "the next layer", "other tokens")
 # Tokens that the engine read: before an interruption of the response, the one that it left unread, and after it.
 PARTS = ("in the first parts of responses", "of the first token after an interruption", "after an interruption")
+OLDER = 4  # the part of tokens that older weights read, which choose otherwise: they are counted, and not checked
 CHECKED = 100  # least number of slots of a layer
 LEAST = 0.8  # smallest share of a layer's routes that must be those that the trainer's router would choose
 SKEWED = 0.9  # a control that agrees more proves nothing: most tokens choose the same experts
@@ -30,7 +32,8 @@ ROUTE_COUNTS = ("slots", "doubled", "equal", *CONTROLS)
 
 # of a pass that records: number of a layer with experts -> what its router chose in each micro-batch, in their order
 recorded: dict[int, list[Tensor]] | None = None
-# number of a layer -> `[2, PARTS, ROUTE_COUNTS]` int64, since `differences` and since the job began
+weights_version = [0]  # of the weights with which the rollout is prepared
+# number of a layer -> `[2, OLDER, ROUTE_COUNTS]` int64, since `differences` and since the job began
 tallies: dict[int, Tensor] = {}
 checked: set[str] = set()  # of PARTS
 
@@ -40,7 +43,7 @@ class Routes:
     """Experts of the N tokens of a micro-batch in the model's order: position by position, each of all rows."""
 
     ids: Tensor  # `[layers with experts, N, K]` uint8 or int16
-    part: Tensor  # `[N]` uint8, in PARTS from 1; 0: the router chooses itself, for padding and last tokens of rows
+    part: Tensor  # `[N]` uint8, in PARTS from 1, or OLDER; 0, for padding and last tokens of rows: the router chooses
     rows: int  # number of rows between a token and the one before it
 
     @classmethod
@@ -185,7 +188,7 @@ def _tally(layer: int, choice: Choice, of_next: Tensor, rows: int) -> None:
     controls = ids.roll(rows, 0), _of_rank(of_next, len(ids)), ids.roll(len(ids) // 2, 0)
     equal = [(own[:, :, None] == other[:, None, :]).any(2).sum(1) for other in (ids, *controls)]
     of_token = torch.stack([torch.full_like(equal[0], ids.shape[1]), choice.doubled.to(equal[0]), *equal], 1)
-    in_part = choice.part == torch.arange(1, 1 + len(PARTS), device=ids.device)[:, None]
+    in_part = choice.part == torch.arange(1, 1 + OLDER, device=ids.device)[:, None]
     counts = (in_part[:, :, None] * of_token).sum(1)
     tallies[layer] = tallies.get(layer, counts.new_zeros(2, 1, 1)) + counts
 
@@ -198,7 +201,7 @@ def check(numbers: tuple[int, ...]) -> Tensor:
     routes of other tokens or layers do, by at least half of what these lack. Raises ValueError if not, or if a layer
     was given none. Collective.
     """
-    total = torch.zeros(len(numbers), 2, len(PARTS), len(ROUTE_COUNTS), dtype=torch.int64)
+    total = torch.zeros(len(numbers), 2, OLDER, len(ROUTE_COUNTS), dtype=torch.int64)
     for of_rank in gather_all({layer: counts.tolist() for layer, counts in tallies.items()}):
         for layer, counts in of_rank.items():
             total[layer] += torch.tensor(counts)
@@ -215,6 +218,16 @@ def check(numbers: tuple[int, ...]) -> Tensor:
             for number, counts in zip(numbers, ever[:, i].tolist(), strict=True):
                 _check(f"--rl-router-replay: routes of layer {number} {part}", *counts)
     return now.sum(1)
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Within the context passes count in no metric and no check."""
+    kept = {layer: counts.clone() for layer, counts in tallies.items()}, set(checked)
+    yield
+    tallies.clear()
+    tallies.update(kept[0])
+    checked.intersection_update(kept[1])
 
 
 def differences(numbers: tuple[int, ...]) -> dict[str, float]:

@@ -167,7 +167,7 @@ def completion(
         (*begun.logps, *logps),
         choice["finish_reason"],
         tuple(merged) or ((0, asked),),
-        columns={} if routes is None or not tokens else _routed(request, choice, len(tokens), routes, who),
+        columns=_routed(request, choice, len(tokens), routes, who) if routes and tokens else begun.columns,
     )
 
 
@@ -175,7 +175,8 @@ def _routed(
     request: GenerateRequest, choice: Mapping[str, Any], tokens: int, sizes: RouteSizes, who: str
 ) -> dict[str, Column]:
     """The column of routes. The server sends an array [tokens - 1, all layers, k] as base64 of a .npy file, with zeros
-    for layers without experts (vLLM 0.32, scale_out/token_in_token_out/protocol.py)."""
+    for layers without experts, for aborted responses too (vLLM 0.32, scale_out/token_in_token_out/protocol.py and
+    v1/engine/output_processor.py)."""
     text, length = choice.get("routed_experts"), len(prompt_of(request)) + tokens
     array = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) if text else np.empty((0, 0, 0))
     if len(array) != length - 1 or array.shape[1] <= sizes.layers[-1] or array.shape[2] != sizes.k:

@@ -91,11 +91,6 @@ def _at_url(
     url: str, address: str, secret: str, job: Description, options: VllmOptions
 ) -> tuple[Engine, ServerWeights, int]:
     """As `_built`, with a server as the engine. This process is alone in the default group."""
-    if options.record_routes and job.inflight == "recompute":
-        raise ValueError(
-            f"the server at {url} returns no routes of an aborted response, and --rl-inflight recompute aborts; give "
-            "--rl-inflight keep or drain, or engines of the job's own (--rl-generators)"
-        )
     server = VllmServer(url, job.deadline)
     workers = server.check()
     check_served(url, workers[0], job.engine, bool(job.sampling.stop))

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch.distributed as dist
+from packaging.version import Version
 
 # name -> (value, why). Set for every device; if the user has set another value, the start is refused.
 REQUIRED = {
@@ -34,6 +35,9 @@ CUDA_POOLS_FIXED = (0, 23)
 ASCEND_SHARE_FREE = (0, 15)
 # Since 0.11 there is only the V1 engine, and no variable that chooses it.
 V1_SWITCH_GONE = (0, 11)
+# Routers tell which experts they chose: vLLM's since its pull request 33013, vllm-ascend's since 13882. Up to this
+# version vllm-ascend's own way gives other ids, or zeros (issue 16314).
+ROUTES_TOLD, NO_ROUTES_ASCEND = (0, 16), "0.26.0rc1"
 
 
 def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
@@ -60,6 +64,16 @@ def prepare_engine_env(kind: str, *, sleep_mode: bool) -> None:
         os.environ.setdefault("RANK", str(dist.get_rank()))
         os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+
+
+def demand_routes(kind: str) -> None:
+    """Raise ValueError for versions of the engine whose routers do not tell which experts they chose."""
+    what = "--rl-router-replay rollout: {} does not tell which experts it chose; install {}, or remove the flag"
+    if (version := vllm_version()) < ROUTES_TOLD:
+        raise ValueError(what.format("vLLM " + ".".join(map(str, version)), "vLLM 0.16 or newer"))
+    if kind == "npu" and Version(ascend := metadata.version("vllm-ascend")) <= Version(NO_ROUTES_ASCEND):
+        newer = f"a version after {NO_ROUTES_ASCEND} that has its pull request 13882"
+        raise ValueError(what.format(f"vllm-ascend {ascend}", newer))
 
 
 def expandable_segments(kind: str) -> str:

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.environment import replayed, say
 from mindspeed_rl_plugin.episodes.episode_kind import response_kind
 from mindspeed_rl_plugin.forward import ForwardSettings
 from mindspeed_rl_plugin.generators.external_engines import check_servers
-from mindspeed_rl_plugin.host.engine_env import prepare_engine_env
+from mindspeed_rl_plugin.host.engine_env import demand_routes, prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of, tokens_of_group
 from mindspeed_rl_plugin.loop.engine_options import dtype_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
@@ -44,6 +44,9 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
     algorithm, hf_model = resolve(config.algorithm), config.rollout.hf_model
     if not algorithm.from_pairs:
         prepare_engine_env(get_device().kind, sleep_mode=True)
+        here = config.schedule.generator_ranks or not config.schedule.apart
+        if here and config.forward.router_replay == "rollout":
+            demand_routes(get_device().kind)
     path = tokenizer_path(args)
     tokenizer = load_tokenizer(path, config.data.trust_remote_code)
     reference = hf_config.load_reference(hf_model) if hf_model else None

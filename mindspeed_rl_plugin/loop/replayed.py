@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.environment import replayed
+from mindspeed_rl_plugin.forward import router_replay
 from mindspeed_rl_plugin.forward.call import swapped
 from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer
 from mindspeed_rl_plugin.loop.rank_parts import RankParts
@@ -67,8 +68,9 @@ class RecordingTrainer(MegatronTrainer):
         asked, topology = replayed(), self.at.job.topology
         if self.at.inputs.args.curr_iteration + 1 != asked["iteration"]:
             return super().step(micro_batches, call, version=version)
-        norm = self._norm_of(SampleId(*asked["sample"]), micro_batches, call, version) if asked["sample"] else None
-        now = self.forward(micro_batches)
+        with router_replay.uncounted():
+            norm = self._norm_of(SampleId(*asked["sample"]), micro_batches, call, version) if asked["sample"] else None
+            now = self.forward(micro_batches)
         stepped = super().step(micro_batches, call, version=version)
         if topology.writer:
             parts = zip(micro_batches, now, self.policy.weights, strict=True)

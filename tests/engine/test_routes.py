@@ -1,5 +1,6 @@
 """The routes that an engine records: of real engines against transformers', and what cannot be recorded."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from mindspeed_rl_plugin.engine import routes, vllm_api
 from mindspeed_rl_plugin.engine.routes import RouteRecorder, RouteSizes, continued
+from mindspeed_rl_plugin.host import engine_env
 
 SLOW = [("glm4_moe", 1, 1), ("deepseek_v3", 1, 1), ("qwen3_moe_large", 1, 1), ("qwen3_moe", 2, 1), ("qwen3_moe", 1, 2)]
 SLOW += [("glm4_moe", 2, 2)]
@@ -70,6 +72,14 @@ def worker_of(*layers, specs=()):
 def test_models_whose_routes_cannot_be_recorded(layers, text) -> None:
     with pytest.raises(ValueError, match=text):
         RouteRecorder(SIZES, 8).bind(worker_of(*layers))
+
+
+@pytest.mark.quick
+def test_versions_of_vllm_ascend_that_tell_no_routes(monkeypatch) -> None:
+    for version, refused in (("0.18.0", True), ("0.26.0rc1", True), ("0.32.0rc1", False)):
+        monkeypatch.setattr(engine_env.metadata, "version", lambda name, v=version: "0.32.0" if name == "vllm" else v)
+        with pytest.raises(ValueError, match=f"vllm-ascend {version} does.*13882") if refused else nullcontext():
+            engine_env.demand_routes("npu")
 
 
 @pytest.mark.quick

@@ -24,6 +24,7 @@ OPTIONS = {
 def forgotten(monkeypatch):
     monkeypatch.setattr(router_replay, "tallies", {})
     monkeypatch.setattr(router_replay, "checked", set())
+    router_replay.weights_version[0] = 0
 
 
 def drawn(count, seed=0):
@@ -124,6 +125,7 @@ def test_parts_after_an_interruption_are_checked_by_themselves():
     part = torch.where(torch.arange(TOKENS) < TOKENS // 2, 1, 3)
     with pytest.raises(ValueError, match="layer 2 after an interruption agree"):
         rollout(after_an_interruption, part=part)
+    assert rollout(after_an_interruption, part=part + part // 3)["router/differ"] > 0.05, "of older weights"
 
 
 def test_few_tokens_are_checked_as_soon_as_there_are_more():
@@ -143,7 +145,9 @@ def test_parts_of_rows():
     rows = rows.with_columns(
         segments=Ragged.from_rows([torch.tensor([[2, 0], [5, 1], [7, 2]]), torch.tensor([[1, 1]])])
     )
-    assert [row.tolist() for row in _parts(rows).rows()] == [[1, 1, 1, 1, 2, 3, 2, 0], [1, 1, 0]]
+    for version, first, second in ((0, [1, 1, 1, 1, 2, 3], 1), (1, [4, 4, 4, 4, 2, 3], 1), (2, [4] * 6, 4)):
+        router_replay.weights_version[0] = version
+        assert [row.tolist() for row in _parts(rows).rows()] == [[*first, 2, 0], [second, second, 0]]
 
 
 @pytest.mark.parametrize("wrong", WRONG)

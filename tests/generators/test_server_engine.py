@@ -1,6 +1,7 @@
 """A server as an engine: what it is asked, what its answers become, and which servers are refused. The server here
 speaks HTTP as vLLM's does, and samples nothing."""
 
+import asyncio
 import base64
 import contextlib
 import io
@@ -18,9 +19,8 @@ import pytest
 import torch
 
 import mindspeed_rl_plugin
-from mindspeed_rl_plugin.engine.options import VllmOptions
+from mindspeed_rl_plugin.engine.options import VllmOptions, prompt_of, sampling_fields
 from mindspeed_rl_plugin.engine.routes import RouteSizes
-from mindspeed_rl_plugin.generators import serving
 from mindspeed_rl_plugin.generators.server_engine import ServerEngine, completion
 from mindspeed_rl_plugin.generators.vllm_server import (
     DEVELOPMENT,
@@ -196,6 +196,51 @@ def test_routes_are_of_the_layers_with_experts_and_lie_behind_their_token():
             completion(asked, answer | {"routed_experts": value}, 4, sizes)
 
 
+def answered(body, tokens, finish) -> dict:
+    """The choice that vLLM's own server sends if its engine samples these tokens one by one, and then aborts it or
+    not."""
+    from vllm.entrypoints.scale_out.token_in_token_out import protocol, serving
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+    from vllm.v1.outputs import LogprobsLists
+
+    asked = protocol.GenerateRequest(**json.loads(json.dumps(body)))
+    asked.sampling_params.output_kind = kind = serving.RequestOutputKind.FINAL_ONLY
+    waiting, out, done = RequestOutputCollector(kind, "a"), OutputProcessor(None, log_stats=False), 0
+    given = "a", asked.token_ids, None, asked.sampling_params, None, 0.0, None, None, None
+    out.add_request(EngineCoreRequest(*given, external_req_id="a"), None, queue=waiting)
+    steps = [EngineCoreOutput("a", [t], LogprobsLists(*map(np.array, ([[t]], [[-0.5]], [1])))) for t in tokens]
+    for read, step in enumerate(steps, len(asked.token_ids)):  # rows of three layers
+        step.routed_experts = (np.arange(done, read)[:, None, None] + np.arange(6).reshape(3, 2)).astype(np.uint8)
+        done = read
+    steps += [EngineCoreOutput("a", [])] if finish == "abort" else []  # as `_send_abort_outputs` says it
+    steps[-1].finish_reason = FinishReason[finish.upper()]
+    for step in steps:
+        out.process_outputs([step], weight_version="4")
+
+    async def results():
+        yield await waiting.get()
+
+    server = object.__new__(serving.ServingTokens)
+    vars(server).update(enable_prompt_tokens_details=False, enable_log_outputs=False, has_tokenizer=False)
+    asked._response_mm_placeholders = None
+    whole = asyncio.run(server.serve_tokens_full_generator(asked, results(), "a", "m", SimpleNamespace()))
+    return json.loads(json.dumps(whole.model_dump()))["choices"][0]
+
+
+@pytest.mark.slow  # vLLM's server is imported
+def test_answers_of_vllms_own_code_are_read():
+    """Also of a response that is aborted, goes on, and is then aborted before it has a token."""
+    begun = None
+    for tokens, finish in (([7, 8], "abort"), ([], "abort"), ([9, 10], "stop")):
+        asked = request((5, 6), begun=begun)
+        body = {"token_ids": prompt_of(asked), "sampling_params": sampling_fields(asked, (96,), True)}
+        begun = completion(asked, answered(body, tokens, finish), 4, RouteSizes((1, 2), 99, 2))
+        rows = [[[t + 2, t + 3], [t + 4, t + 5]] for t in range(1 + len(begun.tokens))]
+        assert begun.columns["routes"].row(0).tolist() == [[[0, 0]] * 2, *rows] and begun.finish == finish
+    assert (begun.tokens, begun.logps, begun.segments) == ((7, 8, 9, 10), (-0.5,) * 4, ((0, 4),))
+
+
 def test_an_abort_that_nobody_asked_for_and_errors_are_raised(fake):
     fake.held = {1}
     engine = engine_of(fake)
@@ -278,12 +323,6 @@ def test_a_server_that_lacks_something_is_refused(fake, change, why):
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ValueError, match="is no address of a server"):
         VllmServer(url, 20)
-
-
-def test_a_server_whose_responses_are_aborted_has_no_routes():
-    job = SimpleNamespace(inflight="recompute", deadline=1.0)
-    with pytest.raises(ValueError, match="give --rl-inflight keep or drain"):
-        serving._at_url("http://a:1", "h:1", "secret", job, replace(JOB, record_routes=True))
 
 
 QWEN = {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 97}

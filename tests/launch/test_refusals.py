@@ -27,6 +27,7 @@ from refusals import (
     MOE,
     PACKED,
     REFUSED,
+    REPLAY,
     ROWS,
     RULES,
     SHARED,
@@ -52,6 +53,7 @@ from mindspeed_rl_plugin.checks.refused_flags import (
 from mindspeed_rl_plugin.checks.unsupported_models import GPT3, MODEL_FLAGS, SPECS
 from mindspeed_rl_plugin.config import RLConfig, flag_name, flag_names, limit_problems
 from mindspeed_rl_plugin.engine.engine_sizes import engine_problems
+from mindspeed_rl_plugin.host import engine_env
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
@@ -360,6 +362,10 @@ def test_an_environment_that_vllm_cannot_use_is_refused_before_anything_is_read(
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=1"):
         read_inputs(build({}))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(engine_env, "vllm_version", lambda: (0, 15))
+    with pytest.raises(ValueError, match=r"vLLM 0\.15 does not tell which experts"):
+        read_inputs(build(REPLAY | MOE))
 
 
 @pytest.mark.parametrize("folder, refused", [("ops/fused_moe", True), ("ops/moe", False)])

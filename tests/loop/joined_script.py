@@ -6,10 +6,13 @@ import sys
 import time
 from dataclasses import replace
 
+from rerouted_script import built
+
 from mindspeed_rl_plugin.__main__ import main
 from mindspeed_rl_plugin.dock import Dock
 from mindspeed_rl_plugin.dock.calls import Calls
 from mindspeed_rl_plugin.dock.messages import Put
+from mindspeed_rl_plugin.engine import vllm_api
 from mindspeed_rl_plugin.engine.vllm_engine import VllmEngine
 from mindspeed_rl_plugin.weights.published_memory import VersionSource
 from mindspeed_rl_plugin.weights.pull import Puller
@@ -72,5 +75,7 @@ MOMENTS = {
 }
 
 if __name__ == "__main__":
+    if "BIAS" in os.environ:
+        vllm_api.build = built
     MOMENTS[sys.argv[1]]()
     sys.exit(main(["generate", *sys.argv[2:]]))

@@ -10,6 +10,8 @@ import pytest
 import torch
 from commands import imported
 from safetensors.torch import load_file
+from torch.nested import nested_tensor
+from transformers import AutoConfig, Qwen3MoeForCausalLM
 
 from mindspeed_rl_plugin.client import Client
 
@@ -82,3 +84,44 @@ def test_a_users_engine_trains_a_job_and_its_bad_rows_do_not(job, nothing_left) 
     assert not unlike, unlike
     assert not torch.equal(pulled[1]["lm_head.weight"], pulled[2]["lm_head.weight"])
     nothing_left()
+
+
+class Rerouted(example.Engine):
+    """Chooses experts by scores with a bias, which their weights do not see, and gives its choice."""
+
+    def load(self, version: int | None = None) -> None:
+        self.version, weights = self.job.weights(version)
+        config = AutoConfig.for_model(**self.job.model_config)
+        self.model = Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=weights).eval()
+        self.model.model.layers[1].mlp.gate.register_forward_hook(self.choose)
+
+    def choose(self, gate, given, output):
+        self.chosen = (output[0] + torch.linspace(0, 0.02, output[0].shape[1])).topk(gate.top_k).indices
+        return output[0], output[0].gather(1, self.chosen).softmax(-1), self.chosen
+
+    @torch.inference_mode()
+    def routes(self, row) -> torch.Tensor:
+        """`[P + R, 1, K]`"""
+        self.model(torch.cat([self.prompts[tuple(row["ids"].tolist())], row["response"]])[None])
+        return torch.cat([torch.zeros_like(self.chosen[:1]), self.chosen[:-1]])[:, None]
+
+
+@pytest.mark.slow
+def test_a_users_engine_tells_its_routes(job, moe_model) -> None:
+    running = job("--train-iters", "3", *ALONE, "--rl-router-replay", "rollout", model=moe_model, ranks=1).start()
+    with Client(*running.invitation()) as outside:
+        engine, give = Rerouted(outside, "cpu"), outside.give
+        outside.give = lambda rows: give(
+            rows.set("routes", nested_tensor([*map(engine.routes, rows.unbind(0))], layout=torch.jagged))
+        )
+        while not outside.ended:
+            if outside.newest() != engine.version:
+                engine.load()
+            if len(taken := outside.take(16, deadline=0.5)):
+                engine.prompts = dict(zip(map(tuple, taken["ids"].tolist()), taken["prompt"].unbind(), strict=True))
+                engine.answer(taken)
+    result = running.wait(120)
+    assert result.code == 0, result.log[-4000:]
+    result.check_log_probs(3)
+    assert all(line["ratio/mean"] == line["ratio/max"] == 1 for line in result.metrics)
+    assert all(line["router/differ"] > 0.005 for line in result.metrics), "it chose as the trainer would"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl_plugin.dock import Dock
+from mindspeed_rl_plugin.forward import router_replay
 from mindspeed_rl_plugin.loop.colocation import Colocation
 from mindspeed_rl_plugin.loop.rollout_plan import RolloutPlan, by_epoch
 from mindspeed_rl_plugin.loop.schedules.lags import lags
@@ -156,6 +157,7 @@ class RolloutSchedule(Schedule):
         """Run the stages after `groups`, on a rollout whose groups are chosen. transfer, sampling: as in
         `Measure.run`."""
         job, plan, stages = self.job, self.job.plan, self.stages
+        router_replay.weights_version[0] = done
         if (seconds := stages["reward"].graders.take_seconds()) is not None:
             sampling = {**sampling, **dict(zip(("reward/call_seconds", "reward/worker_seconds"), seconds, strict=True))}
         job.ranks.barrier("log-probs")
