@@ -91,6 +91,9 @@ def test_the_checkpoint_to_load_is_made_by_pretraining(tmp_path):
         flags = Flags.parse(words.split())
         assert pretraining(script, flags) == (plain if script == tuning else script)
         assert " ".join(flags.argv()) == "--mock-data --lr 1 --cp-attention-mask-type causal"
+        flags = Flags.parse(["--qk-layernorm"])
+        pretraining(script, flags)
+        assert ("--spec" in flags) == (script == tuning)
 
 
 def test_skipped_commands_are_shown(tmp_path):

@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 MINDSPEED_CORE = (0, 12)  # the core that MindSpeed 2.x patches
 ROOT = Path(__file__).resolve().parents[3]
 _PRETRAINING, _FINE_TUNING = "pretrain_gpt.py", "posttrain_gpt.py"
+_WITH_NORMS = ("mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec")
 _UNDER_MINDSPEED = """import runpy
 import sys
 
@@ -96,7 +97,11 @@ def pretraining(script: Path, flags: Flags) -> Path:
     taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
     flags.apply("of training without RL", " ".join(("--stage", *ADAPTERS, *taken)))
     other = script.with_name(_PRETRAINING)
-    return other if script.name == _FINE_TUNING and other.is_file() else script
+    if script.name != _FINE_TUNING or not other.is_file():
+        return script
+    if "--qk-layernorm" in flags and "--spec" not in flags:
+        flags.set("--spec", *_WITH_NORMS, why="without one, MindSpeed-LLM's pretraining leaves these norms out")
+    return other
 
 
 def _importable(package: str, folders: Sequence[Path]) -> bool:
