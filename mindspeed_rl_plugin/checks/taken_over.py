@@ -79,7 +79,7 @@ UNTESTED = """
     --context-parallel-cache-* --use-ulysses-allgather-kv --dualpipev-dw-detach --ai-framework --async-*
     --replication* --load-main-params-from-ckpt --override-ckpt-iteration --distrib-optim-*
     --ckpt-fully-parallel-*-* --save-[!r]*-interval --dump-param-to-*
-    --hf-chat-template --hf-save-dir --save-layer-by-layer --save-lora-to-hf
+    --hf-chat-template --hf-save-dir --save-layer-by-layer
 """
 
 # Flags by which MindSpeed chooses patches. Its `repatch` does not restore all originals: a name that one of its modules
