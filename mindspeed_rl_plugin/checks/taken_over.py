@@ -54,6 +54,13 @@ ADAPTERS = {
     "--lora-alpha": ("--rl-lora-alpha", "32"),
     "--lora-target-modules": ("--rl-lora-targets", ""),
 }
+# Reason -> flags that are removed where adapters are trained; what is computed stays the same.
+BESIDE_ADAPTERS = {
+    "off: with adapters the weights are frozen, and have no main parameters to share memory with": "--reuse-fp32-param",
+    "off: with it experts run outside of their layer, where they have no adapters; the update is slower": """
+        --moe-alltoall-overlap-comm --moe-allgather-overlap-comm
+    """,
+}
 # MindSpeed accepts flags that begin with NEED_ONE only together with BY_EXPERTS or OVERLAPPED.
 BY_EXPERTS, OVERLAPPED, NEED_ONE = "--moe-fb-overlap", "--moe-alltoall-overlap-comm", "--moe-zero-memory"
 BATCH_SCHEDULES = ("--step-batch-size-schedule", "--rampup-batch-size")
@@ -84,7 +91,10 @@ UNTESTED = """
 
 # Flags by which MindSpeed chooses patches. Its `repatch` does not restore all originals: a name that one of its modules
 # has imported from Megatron keeps the patched function.
-_PATCHING = ("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap", "--lora-target-modules")
+_PATCHING = (
+    *("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap", "--lora-target-modules"),
+    *("--reuse-fp32-param", "--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
+)
 
 _lines: list[str] = []
 _late: list[str] = []
@@ -125,7 +135,8 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     words, counted = _in_iterations(words)
     words, adapted = _own_adapters(words)
     said += [*counted, *adapted]
-    for reason, flags in TAKEN_OVER.items():
+    adapters = "--rl-lora-rank" in {word.flag for word in words}
+    for reason, flags in (TAKEN_OVER | (BESIDE_ADAPTERS if adapters else {})).items():
         leaving = {*flags.split(), *_left_alone(flags, _names(argv))}
         taken = [word for word in words if {word.flag, "=".join((word.flag, *word.values))} & leaving]
         if taken:

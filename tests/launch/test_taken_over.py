@@ -11,7 +11,7 @@ from checkouts import checkouts, cores
 from commands import ended
 
 from mindspeed_rl_plugin.checks import flag_checks, taken_over
-from mindspeed_rl_plugin.checks.taken_over import ADAPTERS, TAKEN_OVER, take_over
+from mindspeed_rl_plugin.checks.taken_over import ADAPTERS, BESIDE_ADAPTERS, TAKEN_OVER, take_over
 from mindspeed_rl_plugin.config.flag import spelt
 
 pytestmark = pytest.mark.quick
@@ -66,6 +66,12 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
             "--rl-lora-rank 2 --rl-lora-targets y @ --rl-lora-alpha 4",
             "--lora-target-modules x --lora-r=8 --lora-alpha 4: RL's own ... --rl-lora-rank 2 --rl-lora-targets y --rl",
         ),
+        (
+            "--rl-lora-rank 2 --reuse-fp32-param --moe-alltoall-overlap-comm",
+            "--rl-lora-rank 2",
+            "--reuse-fp32-param: off: with adapters ... --moe-alltoall-overlap-comm: off",
+        ),
+        ("--reuse-fp32-param --moe-alltoall-overlap-comm", "--reuse-fp32-param --moe-alltoall-overlap-comm", ""),
         ("--lora-r 8 --lora-alpha 16 --lora-ckpt-filter", "", "--lora-r 8 --lora-alpha 16: of no ... --lora-ckpt-filt"),
         ("--phase-transition-iterations 5,9", "", "--phase-transition-iterations: no pretraining"),
         (SAMPLES, SAMPLES, ""),  # how many samples a step has is not known
@@ -151,7 +157,8 @@ def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
 @pytest.mark.upstream
 def test_what_mindspeed_patches_by_is_known():
     """Of what is taken over, no other flag stands where features of MindSpeed and MindSpeed-LLM choose patches."""
-    taken = {flag.partition("=")[0] for flags in TAKEN_OVER.values() for flag in flags.split()} | {*ADAPTERS}
+    tables = (TAKEN_OVER | BESIDE_ADAPTERS).values()
+    taken = {flag.partition("=")[0] for flags in tables for flag in flags.split()} | {*ADAPTERS}
     files = [
         file
         for name in ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
