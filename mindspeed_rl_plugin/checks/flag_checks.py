@@ -346,7 +346,6 @@ CHECKS: tuple[Check, ...] = (
     upstream_checks.folded_pipeline,
     upstream_checks.latent_attention,
     upstream_checks.sequence_balance,
-    upstream_checks.converted_adapters,
 )
 # Further checks for algorithms that sample and grade responses.
 GENERATION_CHECKS: tuple[Check, ...] = (

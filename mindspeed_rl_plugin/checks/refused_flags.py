@@ -91,8 +91,6 @@ _DOCUMENT = "each sequence of RL is one document, so nothing is reset at an end-
 _BUFFERS = "weights move to the engine through Megatron's DDP buffers; use --use-distributed-optimizer instead"
 _GRAPH = "a captured graph keeps addresses that the swap to host memory frees; remove it"
 _PERSISTENT = "such checkpoints have no RL state, and would be loaded instead of persistent ones; remove it"
-_MERGE = "merge it into the weights of --load with MindSpeed-LLM's converter, and remove the flag"
-_EXPORT = "remove it, and use `python -m mindspeed_rl_plugin export`"
 _MOVING = ("enable_expert_placement balanced_moe_experts",)
 _STAGE = ("stage", (None, "sft"))
 _UNPACKED = ("SBH", "BSH", "BSND", "BNSD", None)
@@ -178,11 +176,11 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         ("vision and multimodal models are not supported; " + _GPT, "vision_pretraining"),
         # Spelt in full, it is taken over.
         ("peft's adapters are not used; give --rl-lora-rank and --rl-lora-targets instead", "lora_target_modules"),
-        ("an adapter of peft is not continued; " + _MERGE, "lora_load"),
+        ("peft's adapters are not continued; merge them by MindSpeed-LLM's converter, and remove it", "lora_load"),
         ("MindSpeed-LLM does not read it, and RL trains adapters alone; remove it", "lora_modules_to_save"),
         ("adapters have one learning rate in RL, and no other rule; remove it", "lu_lora_final_layer_index", (None,)),
         ("the engine would not round weights to 4 bits; remove it, and give --load in --bf16", "qlora"),
-        ("MindSpeed-LLM's converter does not know RL's adapters; " + _EXPORT, "save_lora_to_hf"),
+        ("its converter does not know RL's adapters; use `python -m mindspeed_rl_plugin export`", "save_lora_to_hf"),
         # Checkpoints.
         (_PERSISTENT, "non_persistent_save_interval non_persistent_ckpt_type"),
         ("values that no checkpoint has would stay uninitialised; remove it", "init_model_with_meta_device"),

@@ -309,16 +309,6 @@ def latent_attention(args: Any, config: RLConfig) -> Iterator[str]:
         )
 
 
-def converted_adapters(args: Any, config: RLConfig) -> Iterator[str]:
-    """Refuses MindSpeed-LLM's conversion of checkpoints that have adapters only."""
-    if config.lora.lora_rank and getattr(args, "enable_mg2hf_convert", False):
-        yield (
-            f"--enable-mg2hf-convert with --rl-lora-rank {config.lora.lora_rank}: it converts whole models, and these "
-            "checkpoints have adapters only; remove it, and use `python -m mindspeed_rl_plugin export` (if --load is a "
-            "Hugging Face model, give --enable-hf2mg-convert: without either MindSpeed-LLM turns both on)"
-        )
-
-
 def sequence_balance(args: Any, config: RLConfig) -> Iterator[str]:
     """Refuses MindSpeed-LLM's sequence-wise balance loss, which assumes `--micro-batch-size` rows in every micro-batch.
 

@@ -391,7 +391,7 @@ REFUSED: dict[str, list[dict]] = {
     "upstream_checks.latent_attention": [
         DEEPSEEK | {"q_lora_rank": None, "spec": ["mindspeed_llm"], "tensor_model_parallel_size": 2}
     ],
-    "upstream_checks.converted_adapters": [{"--rl-lora-rank": "8", "enable_mg2hf_convert": True}],
+    "lora_checks.problems": [{"--rl-lora-rank": "8", "enable_mg2hf_convert": True}],
     "upstream_checks.folded_pipeline": [
         FOLDED | {"--rl-max-tokens-per-microbatch": "64"},
         FOLDED | {"ckpt_format": "torch_dist"},
