@@ -174,8 +174,13 @@ UPSTREAM: tuple[UpstreamFlag, ...] = (
         # Models.
         ("retrieval models are not supported; " + _GPT, "retro_add_retriever"),
         ("vision and multimodal models are not supported; " + _GPT, "vision_pretraining"),
-        ("LoRA is not supported yet; train the complete model", "lora_target_modules"),
-        ("LoRA is not supported yet; train the complete model", "lu_lora_final_layer_index", (None,)),
+        # Spelt in full, it is taken over.
+        ("peft's adapters are not used; give --rl-lora-rank and --rl-lora-targets instead", "lora_target_modules"),
+        ("peft's adapters are not continued; merge them by MindSpeed-LLM's converter, and remove it", "lora_load"),
+        ("MindSpeed-LLM does not read it, and RL trains adapters alone; remove it", "lora_modules_to_save"),
+        ("adapters have one learning rate in RL, and no other rule; remove it", "lu_lora_final_layer_index", (None,)),
+        ("the engine would not round weights to 4 bits; remove it, and give --load in --bf16", "qlora"),
+        ("its converter does not know RL's adapters; use `python -m mindspeed_rl_plugin export`", "save_lora_to_hf"),
         # Checkpoints.
         (_PERSISTENT, "non_persistent_save_interval non_persistent_ckpt_type"),
         ("values that no checkpoint has would stay uninitialised; remove it", "init_model_with_meta_device"),

@@ -45,6 +45,21 @@ TAKEN_OVER = {
         --moe-fb-overlap --moe-unperm2-mem-optim-swap --overlap-moe-expert-parallel-comm --delay-wgrad-compute
         --ep-overlap-early-attn-memory-release --mla-swap-core-attn-out
     """,
+    "RL's own adapters need none of it": "--lora-fusion --lora-register-forward-hook --lora-ckpt-filter",
+}
+# MindSpeed-LLM's flags of LoRA -> ours, and its default. Its adapters are never built: with experts on several ranks,
+# two of their four weights (posttrain/lora/moe/experts.py) get the mean gradient of different experts.
+ADAPTERS = {
+    "--lora-r": ("--rl-lora-rank", "16"),
+    "--lora-alpha": ("--rl-lora-alpha", "32"),
+    "--lora-target-modules": ("--rl-lora-targets", ""),
+}
+# Reason -> flags that are removed where adapters are trained; what is computed stays the same.
+BESIDE_ADAPTERS = {
+    "off: with adapters the weights are frozen, and have no main parameters to share memory with": "--reuse-fp32-param",
+    "off: with it experts run outside of their layer, where they have no adapters; the update is slower": """
+        --moe-alltoall-overlap-comm --moe-allgather-overlap-comm
+    """,
 }
 # MindSpeed accepts flags that begin with NEED_ONE only together with BY_EXPERTS or OVERLAPPED.
 BY_EXPERTS, OVERLAPPED, NEED_ONE = "--moe-fb-overlap", "--moe-alltoall-overlap-comm", "--moe-zero-memory"
@@ -71,12 +86,15 @@ UNTESTED = """
     --context-parallel-cache-* --use-ulysses-allgather-kv --dualpipev-dw-detach --ai-framework --async-*
     --replication* --load-main-params-from-ckpt --override-ckpt-iteration --distrib-optim-*
     --ckpt-fully-parallel-*-* --save-[!r]*-interval --dump-param-to-*
-    --hf-chat-template --hf-save-dir --save-layer-by-layer --save-lora-to-hf
+    --hf-chat-template --hf-save-dir --save-layer-by-layer
 """
 
 # Flags by which MindSpeed chooses patches. Its `repatch` does not restore all originals: a name that one of its modules
 # has imported from Megatron keeps the patched function.
-_PATCHING = ("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap")
+_PATCHING = (
+    *("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap", "--lora-target-modules"),
+    *("--reuse-fp32-param", "--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
+)
 
 _lines: list[str] = []
 _late: list[str] = []
@@ -115,8 +133,10 @@ def take_over(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(argv), []
     words, said = _one_batch_size(_words(argv))
     words, counted = _in_iterations(words)
-    said += counted
-    for reason, flags in TAKEN_OVER.items():
+    words, adapted = _own_adapters(words)
+    said += [*counted, *adapted]
+    adapters = "--rl-lora-rank" in {word.flag for word in words}
+    for reason, flags in (TAKEN_OVER | (BESIDE_ADAPTERS if adapters else {})).items():
         leaving = {*flags.split(), *_left_alone(flags, _names(argv))}
         taken = [word for word in words if {word.flag, "=".join((word.flag, *word.values))} & leaving]
         if taken:
@@ -180,6 +200,21 @@ def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
         sized = True
         said.append(f"{word.flag} {given}: each optimizer step of RL has --global-batch-size sequences")
     return kept, said
+
+
+def _own_adapters(words: list[_Word]) -> tuple[list[_Word], list[str]]:
+    """Replace MindSpeed-LLM's flags of LoRA by RL's, if these are not given, too. Also returns lines."""
+    given = {word.flag: word.values for word in words}
+    theirs = " ".join(token for word in words if word.flag in ADAPTERS for token in word.tokens)
+    kept = [word for word in words if word.flag not in ADAPTERS]
+    if not theirs:
+        return words, []
+    if "--lora-target-modules" not in given:
+        return kept, [f"{theirs}: of no effect in MindSpeed-LLM without --lora-target-modules, so removed"]
+    made = [(ours, given.get(flag, (default,))) for flag, (ours, default) in ADAPTERS.items() if ours not in given]
+    kept += [_Word(ours, values, (ours, *values)) for ours, values in made]
+    ours = " ".join(token for word in kept if word.flag.startswith("--rl-lora-") for token in word.tokens)
+    return kept, [f"{theirs}: RL's own adapters instead (q, k and v have an A each): {ours}"]
 
 
 def _in_iterations(words: list[_Word]) -> tuple[list[_Word], list[str]]:

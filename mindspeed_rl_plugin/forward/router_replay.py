@@ -8,7 +8,7 @@ version of Megatron, MindSpeed and MindSpeed-LLM. The first call of each router 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -384,6 +384,7 @@ REFUSED: dict[str, list[dict]] = {
         LORA | {"--rl-lora-targets": "q_proj,qkv"},
         {"--rl-lora-rank": "300"},
         LORA | {"tensor_model_parallel_size": 8, "world_size": 8},
+        LORA | {"enable_mg2hf_convert": True},
     ],
     "upstream_checks.gradients": [
         dict(recompute_in_bubble=True, calculate_per_token_loss=True),

@@ -11,7 +11,7 @@ from checkouts import checkouts, cores
 from commands import ended
 
 from mindspeed_rl_plugin.checks import flag_checks, taken_over
-from mindspeed_rl_plugin.checks.taken_over import TAKEN_OVER, take_over
+from mindspeed_rl_plugin.checks.taken_over import ADAPTERS, BESIDE_ADAPTERS, TAKEN_OVER, take_over
 from mindspeed_rl_plugin.config.flag import spelt
 
 pytestmark = pytest.mark.quick
@@ -55,6 +55,24 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
             "--train-iters 250 --lr-decay-iters 225 --lr-warmup-iters 9 --global-batch-size 4",
             "--step-batch-size-schedule 0:2 8:4: each ... --train-samples 1000: RL counts",
         ),
+        (
+            "--lora-target-modules linear_qkv linear_fc1 --lora-r 8 --lora-fusion --lr 1",
+            "--lr 1 @ --rl-lora-rank 8 --rl-lora-alpha 32 --rl-lora-targets linear_qkv linear_fc1",
+            "--lora-target-modules linear_qkv linear_fc1 --lora-r 8: RL's own ... A each): --rl-lora-rank 8 --rl-lora-a"
+            " ... --lora-fusion: RL's own",
+        ),
+        (  # ours count, and theirs of the others
+            "--lora-target-modules x --lora-r=8 --lora-alpha 4 --rl-lora-rank 2 --rl-lora-targets y",
+            "--rl-lora-rank 2 --rl-lora-targets y @ --rl-lora-alpha 4",
+            "--lora-target-modules x --lora-r=8 --lora-alpha 4: RL's own ... --rl-lora-rank 2 --rl-lora-targets y --rl",
+        ),
+        (
+            "--rl-lora-rank 2 --reuse-fp32-param --moe-alltoall-overlap-comm",
+            "--rl-lora-rank 2",
+            "--reuse-fp32-param: off: with adapters ... --moe-alltoall-overlap-comm: off",
+        ),
+        ("--reuse-fp32-param --moe-alltoall-overlap-comm", "--reuse-fp32-param --moe-alltoall-overlap-comm", ""),
+        ("--lora-r 8 --lora-alpha 16 --lora-ckpt-filter", "", "--lora-r 8 --lora-alpha 16: of no ... --lora-ckpt-filt"),
         ("--phase-transition-iterations 5,9", "", "--phase-transition-iterations: no pretraining"),
         (SAMPLES, SAMPLES, ""),  # how many samples a step has is not known
         (f"{SAMPLES} --train-iters 3 --global-batch-size 4", f"{SAMPLES} --train-iters 3 --global-batch-size 4", ""),
@@ -67,7 +85,8 @@ SAMPLES = "--train-samples 1000 --lr-decay-samples 900 --lr-warmup-samples 39"
 )
 def test_what_is_left_of_a_command_line(given, kept, said):
     argv, lines = take_over([*given.split(), *RL])
-    assert argv == [*kept.split(), *RL]
+    first, _, last = kept.partition("@")  # what becomes a flag of RL stands at the end
+    assert argv == [*first.split(), *RL, *last.split()]
     position = 0
     for piece in filter(None, said.split(" ... ")):
         position = "\n".join(lines).index(piece, position)
@@ -113,7 +132,8 @@ from mindspeed_rl_plugin.checks import taken_over
 patches = MindSpeedPatchesManager.patches_info.items()
 functions = [(name, f) for name, patch in patches for f in (patch.patch_func, *patch.wrappers)]
 of_it = [name for name, f in functions if "reset_attention_mask" in str(getattr(f, "__module__", ""))]
-print("\\nRESULT " + json.dumps([len(of_it), taken_over.problems()]), flush=True)
+lora = [name for name, f in functions if getattr(f, "__name__", "") == "lora_moe_layer_init"]
+print("\\nRESULT " + json.dumps([len(of_it), len(lora), taken_over.problems()]), flush=True)
 os._exit(0)
 """
 
@@ -125,18 +145,20 @@ def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
     """Its adaptor reads the command line while it is imported; what came too late is refused."""
     first = (checkouts(name)[0] for name in ("MINDSPEED_LLM_PATH", "MINDSPEED_PATH"))
     path = (*first, cores()["0.12"], Path(__file__).parents[2], os.environ.get("PYTHONPATH", ""))
-    flags = ("--reset-attention-mask", "--transformer-impl", "local", *RL, "--rl-prompt-data", __file__)
+    late = ["--reset-attention-mask", "--lora-target-modules"]
+    flags = (*late, "linear_qkv", "--transformer-impl", "local", *RL, "--rl-prompt-data", __file__)
     more = {"PYTHONPATH": os.pathsep.join(map(str, path))}
     done = ended(sys.executable, "-c", ADAPTOR, order, *flags, timeout=280, more=more)
-    patches, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
-    assert (patches > 0) == (order != "before")
-    assert [line.partition(":")[0] for line in problems] == ["--reset-attention-mask"] * (order == "after")
+    masks, adapters, problems = json.loads(done.stdout.rpartition("RESULT ")[2])
+    assert (masks > 0) == (adapters > 0) == (order != "before")
+    assert [line.partition(":")[0] for line in problems] == late * (order == "after")
 
 
 @pytest.mark.upstream
 def test_what_mindspeed_patches_by_is_known():
     """Of what is taken over, no other flag stands where features of MindSpeed and MindSpeed-LLM choose patches."""
-    taken = {flag.partition("=")[0] for flags in TAKEN_OVER.values() for flag in flags.split()}
+    tables = (TAKEN_OVER | BESIDE_ADAPTERS).values()
+    taken = {flag.partition("=")[0] for flags in tables for flag in flags.split()} | {*ADAPTERS}
     files = [
         file
         for name in ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH")

@@ -42,7 +42,16 @@ def test_a_resume_is_the_uninterrupted_run(job, request, split, model):
 
 @pytest.mark.slow
 def test_files_of_ranks_hold_factors_and_other_adapters_are_refused(job, moe_model):
-    spread = (*EP2, "--rl-generate-tp", "2", "--rl-generate-ep", "2", "--rl-router-replay", "rollout")
+    spread = (
+        *EP2,
+        "--rl-generate-tp",
+        "2",
+        "--rl-generate-ep",
+        "2",
+        "--rl-router-replay",
+        "rollout",
+        "--rl-verify-weights",
+    )
     run = job(*SAVED, "torch", *spread, *LORA, model=moe_model)
     run.stop_at(2)
     (file, *_) = sorted((run.save / "iter_0000002").glob("*/model_optim_rng.pt"))
@@ -62,7 +71,7 @@ def test_engines_apart_and_bfloat16(job):
     """Engines get merged weights of each version."""
     result = job("--train-iters", "4", *ASYNC, *STRICT, *LORA, "--bf16", ranks=2).run()
     lines = result.metrics
-    assert lines[0]["ratio/mean"] == 1 and max(line["logp_diff/mean"] for line in lines) < 0.02
+    assert lines[0]["ratio/mean"] == 1 and 0 < max(line.get("logp_diff/mean", 0) for line in lines) < 0.02
     assert all(line["kl/ref"] > 1e-5 for line in lines[1:])
 
 

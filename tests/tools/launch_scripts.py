@@ -4,7 +4,7 @@
     python tests/tools/launch_scripts.py --only 'qwen3/pretrain_*' --again
 
 MEGATRON_LM_PATH, MINDSPEED_PATH and MINDSPEED_LLM_PATH name the checkouts, whose folders' names stand in the rows. The
-scripts are MindSpeed-LLM's that pretrain or fine-tune all weights, and those in three folders of Megatron 0.19.0.
+scripts are MindSpeed-LLM's that pretrain, fine-tune or train adapters, and those in three folders of Megatron 0.19.0.
 Each row is written as its script ends: it trained, or it was refused by the name of its model family in under a minute.
 Any other end is no row: its output is kept under --out, and the script is rehearsed again by the next call. Exits 1
 where there was one.
@@ -30,7 +30,11 @@ TABLE = ROOT / "docs" / "launch-scripts.md"
 BEGIN, END = "<!-- rows: written by tests/tools/launch_scripts.py -->", "<!-- end of rows -->"
 CHECKOUTS = ("MEGATRON_LM_PATH", "MINDSPEED_PATH", "MINDSPEED_LLM_PATH")
 SCRIPTS = {
-    "MINDSPEED_LLM_PATH": ("examples/mcore/*/pretrain_*.sh", "examples/mcore/*/tune_*_full*.sh"),
+    "MINDSPEED_LLM_PATH": (
+        "examples/mcore/*/pretrain_*.sh",
+        "examples/mcore/*/tune_*_full*.sh",
+        "examples/mcore/*/tune_*_lora*.sh",
+    ),
     "MEGATRON_LM_PATH": ("examples/gpt3/*.sh", "examples/llama/*.sh", "examples/mixtral/*.sh"),
 }
 MEGATRON = "core_v0.19.0"  # whose own scripts are rehearsed
@@ -41,7 +45,7 @@ RL_FLAGS = "--rl-algorithm grpo --rl-reward exact --rl-prompt-data prompts.jsonl
 LIBRARIES = """
     mindspeed_rl_plugin.adaptor torch.distributed.run torch._dynamo torch._inductor.compile_fx torch.distributed.tensor
     transformers.modeling_utils transformers.processing_utils transformers.generation datasets pandas networkx openai
-    opentelemetry.sdk.trace.export opentelemetry.exporter.otlp.proto.grpc.trace_exporter ray fastapi xgrammar cv2
+    opentelemetry.sdk.trace.export opentelemetry.exporter.otlp.proto.grpc.trace_exporter ray fastapi xgrammar cv2 peft
 """
 ALL = ["iteration", "evaluation", "dump", "save", "resume"]
 REFUSAL_SECONDS = 60.0

@@ -152,6 +152,7 @@ def test_the_projects_own_launch_script_can_be_rehearsed(tmp_path, monkeypatch):
         "A=1 B='2 3' nohup ./torchrun a.py --x 1 &",
         "if true; then numactl --cpunodebind=0 /opt/torchrun a.py --x 1; fi",
         "/usr/bin/python3.11 -m torch.distributed.launch a.py --x 1",
+        "IP='your master node IP'; torchrun --master_addr $IP --nnodes 1 a.py --x 1",  # still to be filled in
         "RUN='/opt/torchrun --nnodes 1'\nstart() { $RUN a.py \"$@\" 2>&1 | tee log > /dev/null; }; start --x 1",
         '"${TORCHRUN:-.venv/bin/torchrun}" a.py --x 1',
         "set -- --x 1; eval '/opt/torchrun a.py \"$@\" > /nowhere/log'",

@@ -84,12 +84,16 @@ def test_another_library_than_asked_for_is_refused(absent, given, tmp_path, monk
 
 def test_the_checkpoint_to_load_is_made_by_pretraining(tmp_path):
     tuning, plain = (written(tmp_path / name, "") for name in ("posttrain_gpt.py", SCRIPT))
-    words = "--stage sft --neat-pack --reset-attention-mask --prompt-type qwen3 --mock-data --lr 1"
+    words = "--stage sft --neat-pack --reset-attention-mask --prompt-type qwen3 --mock-data --lr 1 --lora-fusion"
+    words += " --lora-r 8 --lora-target-modules linear_qkv linear_proj"
     words += " --attention-mask-type general --cp-attention-mask-type causal"
     for script in (tuning, plain, tmp_path / "own.py"):
         flags = Flags.parse(words.split())
         assert pretraining(script, flags) == (plain if script == tuning else script)
         assert " ".join(flags.argv()) == "--mock-data --lr 1 --cp-attention-mask-type causal"
+        flags = Flags.parse(["--qk-layernorm"])
+        pretraining(script, flags)
+        assert ("--spec" in flags) == (script == tuning)
 
 
 def test_skipped_commands_are_shown(tmp_path):

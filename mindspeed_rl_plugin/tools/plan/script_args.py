@@ -13,6 +13,7 @@ from pathlib import Path
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.checks.flag_checks import token_budget
 from mindspeed_rl_plugin.checks.refused_flags import RUN, UPSTREAM, refusals
+from mindspeed_rl_plugin.checks.taken_over import take_over
 from mindspeed_rl_plugin.checks.unsupported_models import unbuilt_family
 from mindspeed_rl_plugin.config import RLConfig, add_flags, limit_problems
 from mindspeed_rl_plugin.config.flag import spelt
@@ -76,7 +77,7 @@ def read_script(path: Path, vocab: int | None = None) -> PlannedRun:
     wrong arguments and for a model of an unknown family."""
     launch = launched(path)
     try:
-        script = read_arguments(Flags.parse(launch.arguments), launch.world, vocab, launch.cwd)
+        script = read_arguments(Flags.parse(take_over(launch.arguments)[0]), launch.world, vocab, launch.cwd)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return replace(script, node=launch.nproc)

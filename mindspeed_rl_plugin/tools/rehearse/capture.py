@@ -214,6 +214,14 @@ def _no_launch(script: Path, done: Done, skipped: Sequence[str]) -> str:
     )
 
 
+def _one_address(argv: list[str]) -> list[str]:
+    """Without all but the first word of the master's address, which MindSpeed-LLM's scripts may leave to be filled in:
+    --master_addr your master node IP --master_port 6005."""
+    at = next((i for i, word in enumerate(argv) if word in ("--master_addr", "--master-addr")), len(argv)) + 2
+    end = next((i for i, word in enumerate(argv) if i >= at and word.startswith("--")), at)
+    return argv if any(word.endswith(".py") for word in argv[at - 1 : end]) else [*argv[:at], *argv[end:]]
+
+
 def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
     """torchrun's own arguments. Raises ValueError, with the script's name, for arguments that torchrun refuses, for an
     entry script that is no *.py, and for a module other than `mindspeed_rl_plugin`."""
@@ -226,7 +234,7 @@ def _torchrun_arguments(argv: list[str], path: Path) -> argparse.Namespace:
 
     parser = get_args_parser()
     parser.error = fail  # type: ignore[method-assign]
-    args = parser.parse_args(argv)
+    args = parser.parse_args(_one_address(argv))
     if not str(args.nproc_per_node):
         fail("--nproc-per-node has no value")
     if not str(args.nnodes).split(":")[-1].isdigit():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from mindspeed_rl_plugin.checks.taken_over import TAKEN_OVER
+from mindspeed_rl_plugin.checks.taken_over import ADAPTERS, TAKEN_OVER
 from mindspeed_rl_plugin.tools.patch import core_version
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
 MINDSPEED_CORE = (0, 12)  # the core that MindSpeed 2.x patches
 ROOT = Path(__file__).resolve().parents[3]
 _PRETRAINING, _FINE_TUNING = "pretrain_gpt.py", "posttrain_gpt.py"
+_WITH_NORMS = ("mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec")
 _UNDER_MINDSPEED = """import runpy
 import sys
 
@@ -90,13 +91,17 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
 
 def pretraining(script: Path, flags: Flags) -> Path:
     """The script that makes the checkpoint which `script` loads: `script` or, if it is for fine-tuning, the pretraining
-    script. Removes from `flags` --stage and the flags that RL takes over (`TAKEN_OVER`), except --mock-data and
-    --split."""
+    script. Removes from `flags` --stage and the flags that RL takes over (`TAKEN_OVER`, `ADAPTERS`), except --mock-data
+    and --split."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
     taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
-    flags.apply("of training without RL", " ".join(("--stage", *taken)))
+    flags.apply("of training without RL", " ".join(("--stage", *ADAPTERS, *taken)))
     other = script.with_name(_PRETRAINING)
-    return other if script.name == _FINE_TUNING and other.is_file() else script
+    if script.name != _FINE_TUNING or not other.is_file():
+        return script
+    if "--qk-layernorm" in flags and "--spec" not in flags:
+        flags.set("--spec", *_WITH_NORMS, why="without one, MindSpeed-LLM's pretraining leaves these norms out")
+    return other
 
 
 def _importable(package: str, folders: Sequence[Path]) -> bool:
