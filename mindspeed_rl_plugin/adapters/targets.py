@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
 
-from mindspeed_rl_plugin.layout.family_table import LayerType, Row
+from mindspeed_rl_plugin.config.run_flags import LoraConfig
+from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS, LayerType, Row
 from mindspeed_rl_plugin.layout.layout import Segment, canonical_tensors, megatron_layout
 from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.shape import ModelShape
@@ -100,7 +103,7 @@ def adapted(
     kinds: see `live.trainer_storage`. Module paths start with `chunk_prefix`. Raises ValueError for a matrix of which
     the rank stores several pieces.
     """
-    wanted = {name + ".weight" for name, _ in matrices(shape, targets)}
+    wanted = _wanted(shape, tuple(targets))
     tensors, places = canonical_tensors(shape), dict[tuple[str, str], list[tuple[str, str, tuple[Segment, ...]]]]()
     for stored, segments in megatron_layout(shape, parallel, rank, *kinds).items():
         module, _, attribute = stored.rpartition(".")
@@ -110,6 +113,38 @@ def adapted(
             places.setdefault((module, name), []).append((canonical, attribute, held))
     made = (_adapted(name, module, held, tensors[held[0][0]].shape) for (module, name), held in places.items())
     return [replace(one, of=shape.experts) if one.experts else one for one in made]
+
+
+def adapter_numels(shape: ModelShape, parallel: Parallel, rank: int, lora: LoraConfig) -> tuple[int, int, int]:
+    """Elements on a trainer rank: of factors, of routed experts' factors among them, of weights with an adapter."""
+    each = adapted(shape, parallel, rank, (IMPLS[0], EXPERTS[0]), lora.lora_targets) if lora.lora_rank else []
+    factors = [(m.experts, sum(map(prod, m.factor_shapes(lora.lora_rank)))) for m in each]
+    weights = {f"{m.module}.{attribute}" for m in each for attribute, _ in m.stored}
+    merged = sum(prod(megatron_layout(shape, parallel, rank).shapes[name]) for name in weights)
+    return sum(n for _, n in factors), sum(n for experts, n in factors if experts), merged
+
+
+def saved_numel(shape: ModelShape, lora: LoraConfig) -> int:
+    """Number of parameters, over all ranks, that are trained and saved: the model's or, with LoRA, the factors'."""
+    if lora.lora_rank is None:
+        return sum(prod(tensor.shape) for tensor in canonical_tensors(shape).values())
+    return sum(lora.lora_rank * sum(size) for _, size in matrices(shape, lora.lora_targets))
+
+
+def describe_adapters(shape: ModelShape, lora: LoraConfig) -> str:
+    """The number and kinds of the matrices with adapters, and how many parameters, over all ranks, are trained."""
+    names = [name.rpartition(".")[2] for name, _ in matrices(shape, lora.lora_targets)]
+    trained, base = (saved_numel(shape, each) / 1e6 for each in (lora, LoraConfig()))
+    return (
+        f"LoRA of rank {lora.lora_rank}, scale {lora.lora_scale:g}: {len(names):,} matrices "
+        f"({', '.join(dict.fromkeys(names))}), {trained:,.1f} M of {trained + base:,.1f} M parameters are trained; "
+        "a reference is the model without them"
+    )
+
+
+@lru_cache(maxsize=16)
+def _wanted(shape: ModelShape, targets: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name + ".weight" for name, _ in matrices(shape, targets))
 
 
 def _adapted(

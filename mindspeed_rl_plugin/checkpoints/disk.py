@@ -38,21 +38,21 @@ def problems(args: Any, config: Any) -> Iterator[str]:
 
 
 def checkpoint_bytes(args: Any, parameters: int, itemsize: int) -> int:
-    """Bytes of a checkpoint, by a rough estimate. parameters: number in the complete model; itemsize: bytes of one."""
+    """Bytes of a checkpoint, by a rough estimate. parameters: number that it holds; itemsize: bytes of one."""
     copies = 1 + (getattr(args, "enable_mg2hf_convert", False) and not getattr(args, "hf_save_dir", None))
     optimizer = 0 if getattr(args, "no_save_optim", False) else _OPTIMIZER_BYTES
     return parameters * (copies * itemsize + optimizer)
 
 
 def small_disk(args: Any, parameters: int) -> str | None:
-    """A warning if the next checkpoint may not fit, by a rough estimate. parameters: number in the complete model."""
+    """A warning if the next checkpoint may not fit, by a rough estimate. parameters: as in `checkpoint_bytes`."""
     if not getattr(args, "save", None):
         return None
     need, free = checkpoint_bytes(args, parameters, args.params_dtype.itemsize), free_bytes(args.save)
     if free >= need:
         return None
     return (
-        f"warning: --save {args.save} has {free / 1e9:.1f} GB free, and a checkpoint of {parameters / 1e6:.0f} M "
+        f"warning: --save {args.save} has {free / 1e9:.1f} GB free, and a checkpoint of {parameters / 1e6:.1f} M "
         f"parameters takes about {need / 1e9:.1f} GB"
     )
 

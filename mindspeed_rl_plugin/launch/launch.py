@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.adapters import attach
+from mindspeed_rl_plugin.adapters.targets import describe_adapters
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
 from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
@@ -36,6 +37,7 @@ from mindspeed_rl_plugin.launch.endings import refusing, stopping
 from mindspeed_rl_plugin.launch.megatron_setup import overridden
 from mindspeed_rl_plugin.launch.read_inputs import read_inputs
 from mindspeed_rl_plugin.launch.weights_fit import must_fit
+from mindspeed_rl_plugin.layout.shape import ModelShape
 from mindspeed_rl_plugin.loop import arithmetic, run
 from mindspeed_rl_plugin.loop.start import TRAINED, Start
 from mindspeed_rl_plugin.status import status_file
@@ -72,12 +74,13 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
         ranks.on_rank_0(lambda: one_job.own(args.save))
         status_file.begin(args.save, f"rank {ranks.rank_of_job()}", args.world_size, args.rl_stack_signal)
         inputs = read_inputs(args)
-        memory_fit.check(args, inputs.vocab)
+        memory_fit.check(args, inputs.vocab, inputs.config.lora)
         loop.before_model(inputs)
     if getattr(args, "mtp_num_layers", None):
         call = megatron_setup.on_each_chunk(original, positional, named, megatron_setup.freeze_mtp)
         positional, named = call.args, call.kwargs
     if (lora := inputs.config.lora).lora_rank is not None:
+        say(describe_adapters(ModelShape.from_megatron_args(args, inputs.vocab), lora))
         call = megatron_setup.on_each_chunk(original, positional, named, attach.attaching(lora, args, inputs.vocab))
         positional, named = call.args, call.kwargs
     with refusing():
@@ -132,7 +135,7 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
             f"check whether {files.TRACKER} or a file of that checkpoint is damaged"
         )
     split = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
-    if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(model))):
+    if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(attach.adapters_of(model) or model))):
         say(warning)
 
 

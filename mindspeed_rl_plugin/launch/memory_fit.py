@@ -6,6 +6,8 @@ import contextlib
 from math import prod
 from typing import Any
 
+from mindspeed_rl_plugin.adapters.targets import adapter_numels
+from mindspeed_rl_plugin.config.run_flags import LoraConfig
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.device.meters import host_total
 from mindspeed_rl_plugin.environment import launch_env
@@ -18,7 +20,7 @@ _SMALLER = "optimizer_cpu_offload use_precision_aware_optimizer swap_optimizer v
 _SMALLER += " quant_states compress_optimizer"
 
 
-def check(args: Any, vocab: int) -> None:
+def check(args: Any, vocab: int, lora: LoraConfig) -> None:
     """Raises ValueError if weights, gradients and Adam's state exceed the memory. Nothing else is counted.
 
     vocab: tokens of the tokenizer. A model of no known family, which DPO may train, is not estimated.
@@ -29,8 +31,10 @@ def check(args: Any, vocab: int) -> None:
         shape, train = ModelShape.from_megatron_args(args, vocab), Parallel.from_megatron_args(args)
         first = env["rank"] - env["local_rank"] * (ranks > 1)
         here = range(first, min(first + ranks, train.world))
-        shapes = (megatron_layout(shape, train, rank).shapes for rank in here)
-        needed = _least(args, train) * sum(prod(size) for each in shapes for size in each.values())
+        each = [megatron_layout(shape, train, rank).shapes for rank in here]
+        model = sum(prod(size) for shapes in each for size in shapes.values())
+        factors = sum(adapter_numels(shape, train, rank, lora)[0] for rank in here)
+        needed = args.params_dtype.itemsize * (model + factors) + _least(args, train) * (factors or model)
     total = host_total() if device.is_cpu else device.memory_info()[1]
     if needed > total:
         one = "machine" if device.is_cpu else "device"
@@ -42,9 +46,9 @@ def check(args: Any, vocab: int) -> None:
 
 
 def _least(args: Any, train: Parallel) -> float:
-    """The least number of bytes that one parameter needs in training."""
+    """The least number of bytes that a trained parameter needs besides its weight."""
     weight = args.params_dtype.itemsize
     gradient = 4 if getattr(args, "accumulate_allreduce_grads_in_fp32", False) else weight
     spread = train.dp * train.cp if getattr(args, "use_distributed_optimizer", False) else 1
     adam = getattr(args, "optimizer", "adam") == "adam" and not any(getattr(args, n, None) for n in _SMALLER.split())
-    return weight + gradient + adam * ADAM_BYTES[weight] / spread
+    return gradient + adam * ADAM_BYTES[weight] / spread

@@ -13,7 +13,7 @@ from mindspeed_rl_plugin.checkpoints import checkpoint_files as files
 from mindspeed_rl_plugin.checkpoints import reference_digest
 from mindspeed_rl_plugin.checkpoints.reference_digest import CheckpointDigest
 from mindspeed_rl_plugin.checks import flag_checks
-from mindspeed_rl_plugin.config import add_flags
+from mindspeed_rl_plugin.config import RLConfig, add_flags
 from mindspeed_rl_plugin.launch import launch
 
 
@@ -106,8 +106,8 @@ def job(tmp_path, monkeypatch):
     """`job(load=..., kl=...)` runs one start; returns what happened."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(flag_checks, "check_model", lambda model: None)
-    monkeypatch.setattr(launch, "read_inputs", lambda args: types.SimpleNamespace(vocab=1))
-    monkeypatch.setattr(launch.memory_fit, "check", lambda args, vocab: None)
+    monkeypatch.setattr(launch, "read_inputs", lambda args: types.SimpleNamespace(vocab=1, config=RLConfig()))
+    monkeypatch.setattr(launch.memory_fit, "check", lambda args, vocab, lora: None)
     monkeypatch.setattr(launch.patching, "assert_in_force", lambda: None)
 
     def run(*, load=None, kl=0.001, initial=0.5, more=(), **values):
@@ -142,6 +142,16 @@ def test_fresh_and_without_kl(job, capsys):
     assert done.start.reference_path is None and len(done.start.reference_digest) == 64
     write_checkpoint("base", 500, 1.5)
     assert not [e for e in job(load="base", kl=0).events if e[0] == "reference"], "none is kept where nothing reads it"
+
+
+def test_a_checkpoint_of_adapters_needs_no_place_for_the_model(monkeypatch):
+    monkeypatch.setattr(flag_checks, "check_model", lambda model: None)
+    monkeypatch.setattr(launch, "small_disk", lambda args, parameters: seen.append(parameters))
+    seen, model, at = [], torch.nn.Linear(100, 2, bias=False), types.SimpleNamespace(iteration=0)
+    launch._check_loaded([model], at, at)
+    model.rl_lora = torch.nn.Linear(3, 2, bias=False)
+    launch._check_loaded([model], at, at)
+    assert seen == [200, 6]
 
 
 @pytest.mark.parametrize("flags", [("no_save_optim",), ("no_save_rng",), ("no_save_optim", "no_save_rng")])

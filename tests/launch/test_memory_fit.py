@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 
+from mindspeed_rl_plugin.config.run_flags import LoraConfig
 from mindspeed_rl_plugin.device import meters
 from mindspeed_rl_plugin.launch import memory_fit
 
@@ -28,14 +29,28 @@ SPREAD = dict(world_size=4, use_distributed_optimizer=True)
     ],
 )
 def test_weights_gradients_and_optimizer_of_this_machine_are_counted(build, monkeypatch, changes, here, nbytes):
+    needs(nbytes * PARAMETERS, build(WIDE | changes), here, LoraConfig(), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("targets", "sides"), [((), 4 * 8192 + 3 * 12288), (("o_proj", "linear_fc1"), 8192 + 2 * 12288)]
+)
+def test_with_lora_only_factors_have_gradients_and_optimizer_state(build, monkeypatch, targets, sides):
+    """sides: rows and columns of the matrices with adapters."""
+    factors = 8 * sides
+    nbytes = 2 * (2 * (PARAMETERS + factors) + (4 + 12 / 4) * factors)
+    needs(nbytes, build(WIDE | BF16 | SPREAD), 2, LoraConfig(8, lora_targets=targets), monkeypatch)
+
+
+def needs(nbytes, args, here, lora, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    monkeypatch.setattr(memory_fit, "host_total", lambda: nbytes * PARAMETERS)
-    memory_fit.check(build(WIDE | changes), 1000)
-    monkeypatch.setattr(memory_fit, "host_total", lambda: nbytes * PARAMETERS - 1)
+    monkeypatch.setattr(memory_fit, "host_total", lambda: nbytes)
+    memory_fit.check(args, 1000, lora)
+    monkeypatch.setattr(memory_fit, "host_total", lambda: nbytes - 1)
     with pytest.raises(
         ValueError, match=f"optimizer of {here} ranks need .* GiB or more, and the machine has .*--tensor"
     ):
-        memory_fit.check(build(WIDE | changes), 1000)
+        memory_fit.check(args, 1000, lora)
 
 
 def test_a_device_is_asked_for_its_own_memory_and_an_unknown_family_is_not_estimated(build, monkeypatch):
@@ -43,8 +58,8 @@ def test_a_device_is_asked_for_its_own_memory_and_an_unknown_family_is_not_estim
     monkeypatch.setattr(memory_fit, "get_device", lambda: device)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ValueError, match="of 1 ranks need 2.6 GiB or more, and the device has 1.0 GiB"):
-        memory_fit.check(build(WIDE), 1000)
-    memory_fit.check(build(WIDE | {"qk_layernorm": True, "add_qkv_bias": True}), 1000)
+        memory_fit.check(build(WIDE), 1000, LoraConfig())
+    memory_fit.check(build(WIDE | {"qk_layernorm": True, "add_qkv_bias": True}), 1000, LoraConfig())
 
 
 def test_the_memory_of_a_host_is_what_its_control_group_allows(tmp_path):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from mindspeed_rl_plugin.adapters.targets import saved_numel
 from mindspeed_rl_plugin.layout.layout import ModelShape
 from mindspeed_rl_plugin.tools.plan import plan
 from mindspeed_rl_plugin.tools.plan.script_args import read_arguments, read_script
@@ -136,6 +137,14 @@ def test_the_host_memory_of_a_script(planned):
     assert "reference" not in planned(f"{DENSE} --rl-algorithm dapo").split("host memory")[1]
 
 
+def test_lora_of_a_script(planned):
+    run = read(f"{DENSE} --rl-algorithm grpo --rl-lora-rank 2 --rl-lora-alpha 8 --rl-lora-targets o_proj linear_fc2")
+    assert saved_numel(run.shape, run.lora) == 4 * 2 * (64 + 64 + 96 + 64)
+    out = planned(f"{DENSE} --rl-algorithm grpo --rl-lora-rank 2 --rl-lora-alpha 8 --rl-lora-targets o_proj linear_fc2")
+    assert "LoRA of rank 2, scale 4: 8 matrices (o_proj, down_proj), " in out and "copy of the reference" not in out
+    assert "LoRA" not in planned(f"{DENSE} --rl-algorithm grpo --rl-lora-rank 0")
+
+
 def test_what_mindspeed_saves_of_the_optimizer(planned):
     """Halves of main parameters that are the weights themselves; state that stays on the host."""
     bf16 = f"{DENSE} --bf16 --tensor-model-parallel-size 2 --use-distributed-optimizer --rl-generate-tp 2"
@@ -189,6 +198,9 @@ def test_latent_attention_from_arguments():
         ("--rl-reshard-bucket-mb -5", "--rl-reshard-bucket-mb is -5; give"),
         ("--rl-reshard all", "argument --rl-reshard: invalid choice: 'all'"),
         ("--rl-algorithm grpo --rl-share-prompts", "--rl-share-prompts needs a limit of tokens"),
+        ("--rl-algorithm grpo --rl-lora-rank 4 --rl-lora-targets o_proj", ""),
+        ("--rl-algorithm ppo --rl-lora-rank 4", "--rl-lora-rank 4 with --rl-advantage gae: a critic"),
+        ("--rl-algorithm grpo --rl-lora-rank 4 --rl-lora-targets proj", "--rl-lora-targets proj: this model has no"),
         ("--rl-samples-per-promt 4", "--rl-samples-per-promt is unknown"),
         ("", ""),
         ("--rl-algorithm grpo --hidden-dropout 0.0 --rl-swap none", ""),

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import html
 import json
-import math
 import os
 import sys
 import tempfile
@@ -20,9 +19,9 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from mindspeed_rl_plugin.adapters.targets import saved_numel
 from mindspeed_rl_plugin.checkpoints.disk import checkpoint_bytes
 from mindspeed_rl_plugin.device import get_device
-from mindspeed_rl_plugin.layout.layout import canonical_tensors
 from mindspeed_rl_plugin.monitor.run_files import versions, write_text
 from mindspeed_rl_plugin.status.status_file import folder_of
 from mindspeed_rl_plugin.status.story import tell
@@ -171,8 +170,7 @@ class _Doctor:
         except ValueError as error:
             _say(f"  --save is checked for 1 GiB, since the model is not known: {str(error).partition(';')[0]}")
             return 0
-        sizes = (math.prod(tensor.shape) for tensor in canonical_tensors(planned.shape).values())
-        return checkpoint_bytes(namespace(flags), sum(sizes), planned.itemsize)
+        return checkpoint_bytes(namespace(flags), saved_numel(planned.shape, planned.lora), planned.itemsize)
 
     def _ranks(self, seconds: float) -> list[Result]:
         program = rank_checks.__name__, rank_checks.RANK_CHECKS

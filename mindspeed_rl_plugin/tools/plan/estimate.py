@@ -5,12 +5,14 @@ For devices it counts weights, gradients and optimizer state of the fullest devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
+from mindspeed_rl_plugin.adapters.targets import adapter_numels
+from mindspeed_rl_plugin.config.run_flags import LoraConfig
 from mindspeed_rl_plugin.launch.memory_fit import ADAM_BYTES
 from mindspeed_rl_plugin.layout.family_table import LayerType, Split
 from mindspeed_rl_plugin.layout.layout import (
@@ -43,6 +45,7 @@ class PlannedRun:
     generate: str | None = None  # layout of an engine as text, such as tp2,ep8
     bucket_bytes: int = 256 << 20  # of --rl-reshard-bucket-mb
     critic: bool = False  # whether the trainer has a critic
+    lora: LoraConfig = LoraConfig()  # adapters that are trained instead of the weights
     reference: bool | None = None  # whether the run has a reference; None: unknown
     dock_bytes: float = 0  # of a rollout's samples on all machines, at maximum length
     node: int = 8  # ranks per node
@@ -61,6 +64,7 @@ class TrainerBytes(NamedTuple):
     gradients: int = 0
     optimizer: int = 0
     parked: int = 0  # bytes of optimizer state that MindSpeed stores on the host
+    merged: int = 0  # bytes of the weights with LoRA adapters, which a transfer has once more
 
     @property
     def device(self) -> int:
@@ -93,9 +97,16 @@ class Estimate:
     def update(self) -> int:
         return self.policy.device + self.critic.device
 
+    @property
+    def whole_training(self) -> Estimate:
+        """The same run if it trained all weights."""
+        policy, critic = _fullest(run := replace(self.run, lora=LoraConfig()))
+        return replace(self, run=run, policy=policy, critic=critic)
+
     def peak(self, mode: str) -> int:
         """Peak bytes of the reshard on a device with an engine. A trainer there has only the policy's weights then."""
-        return self.generate + self.policy.weights * self.shared + {"allgather": self.whole}.get(mode, self.in_flight)
+        trainer = (self.policy.weights + self.policy.merged) * self.shared
+        return self.generate + trainer + {"allgather": self.whole}.get(mode, self.in_flight)
 
     @property
     def offloaded(self) -> int:
@@ -175,19 +186,19 @@ def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
     spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
     state_bytes = ADAM_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
 
-    def held(numel: int, experts: int) -> TrainerBytes:
-        state = state_bytes * (-(-(numel - experts) // spread) + -(-experts // expert_spread))
-        parked = state if run.pieces else 0
-        return TrainerBytes(numel * run.itemsize, numel * run.grad_bytes, -(-state // (run.pieces or 1)), parked)
+    def held(weights: int, trained: int, experts: int, merged: int = 0) -> TrainerBytes:
+        state = state_bytes * (-(-(trained - experts) // spread) + -(-experts // expert_spread))
+        parked, state = (state, -(-state // run.pieces)) if run.pieces else (0, state)
+        return TrainerBytes(weights * run.itemsize, trained * run.grad_bytes, state, parked, merged * run.itemsize)
 
     devices = []
-    layouts = (megatron_layout(run.shape, train, rank) for rank in range(train.world))
-    for shapes in {id(layout): layout.shapes for layout in layouts}.values():  # each layout once
+    layouts = ((rank, megatron_layout(run.shape, train, rank)) for rank in range(train.world))
+    for rank, shapes in {id(layout): (rank, layout.shapes) for rank, layout in layouts}.values():  # each layout once
         numel = sum(map(prod, shapes.values()))
         experts = sum(prod(s) for name, s in shapes.items() if ".mlp.experts." in name)
         head = prod(shapes.get("output_layer.weight", (0,)))
         value_head = run.shape.hidden if "decoder.final_layernorm.weight" in shapes else 0
-        devices.append(
-            (held(numel, experts), held(numel - head + value_head, experts) if run.critic else TrainerBytes())
-        )
+        adapters, values = adapter_numels(run.shape, train, rank, run.lora), numel - head + value_head
+        policy = held(numel + adapters[0], *adapters) if run.lora.lora_rank else held(numel, numel, experts)
+        devices.append((policy, held(values, values, experts) if run.critic else TrainerBytes()))
     return max(devices, key=lambda pair: pair[0].device + pair[1].device)

@@ -7,7 +7,7 @@ weights from trainer to engines), and host memory.
     python -m mindspeed_rl_plugin plan --schedule ...  seconds of an iteration under each schedule (which_schedule.py)
 
 GB: 1e9 bytes; MB, for models of less than 1 GB: 1e6; MiB: 2**20. Activations and the KV cache are not counted. During a
-reshard, the plan assumes, the trainer has only the policy's weights on a device.
+reshard, the plan assumes, the trainer has only the policy's weights (with LoRA, merged ones too) on a device.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mindspeed_rl_plugin.adapters.targets import describe_adapters, saved_numel
+from mindspeed_rl_plugin.checkpoints.disk import checkpoint_bytes
 from mindspeed_rl_plugin.config.flag import spelt
 from mindspeed_rl_plugin.layout.layout import EngineParallel
 from mindspeed_rl_plugin.tools.layout_args import (
@@ -81,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-bytes", type=int, choices=(2, 4), help="bytes of a weight (default: the script's, else 2)")
     add("--grad-bytes", type=int, choices=(2, 4), default=4, help="bytes of a gradient (default: 4)")
     add("--critic", action="store_true", help="count PPO's critic (default: if the script's algorithm has one)")
+    add("--lora-rank", type=int, help="--rl-lora-rank (default: the script's; without a script no LoRA)")
     add("--no-distributed-optimizer", action="store_true", help="each rank has the optimizer state of all its weights")
     return parser
 
@@ -100,7 +103,7 @@ def report(options: argparse.Namespace) -> list[str]:
         f"engines {engines} x (tp{engine.tp} ep{engine.ep}: {engine.ranks} ranks), on ranks {first} "
         f"to {first + engines * engine.ranks - 1}",
         *(f"note: {note}" for note in (*run.notes, *notes)),
-        *("", *shown.memory(), shown.host(), "", *shown.traffic(), "", *shown.equation(engine)),
+        *("", *shown.memory(), shown.host(), *shown.lora(), "", *shown.traffic(), "", *shown.equation(engine)),
         *(f"a run refuses: {line}" for line in run.refused),
         *("", shown.conclusion()),
     ]
@@ -110,7 +113,7 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("near", "far", "host", "device_gb"):
         if getattr(options, name) <= 0:
             raise ValueError(f"{spelt(name)} must be greater than 0, got {getattr(options, name)}")
-    check_least(options, 1, "node", "bucket_mb", "world", "vocab", "generate_world")
+    check_least(options, 1, "node", "bucket_mb", "world", "vocab", "generate_world", "lora_rank")
     check_least(options, 0, "generate_first")
 
 
@@ -132,6 +135,7 @@ def _run(options: argparse.Namespace) -> PlannedRun:
         grad_bytes=options.grad_bytes,
         distributed=run.distributed and not options.no_distributed_optimizer,
         critic=run.critic or options.critic,
+        lora=replace(run.lora, lora_rank=options.lora_rank) if options.lora_rank else run.lora,
         bucket_bytes=options.bucket_mb << 20 if options.bucket_mb else run.bucket_bytes,
     )
 
@@ -204,16 +208,18 @@ class _Shown:
         head = (f"{self.name} per device, fullest", "update", "reshard peak", "generate", f"left of {unit(most)}")
         left = unit(most - f.generate)
         modes = [(mode, *map(marked, (f.update, f.peak(mode), f.generate)), left) for mode in FLOW_MODES]
+        merged = f"weights {unit(p.weights)}, " + (f"merged weights {unit(p.merged)}, " if p.merged else "")
         critic = f"; critic's weights {unit(c.weights)}, gradients and optimizer {unit(c.device - c.weights)}"
         return [
             *aligned([head, *modes], 1),
             f"update: weights {unit(p.weights)}, gradients {unit(p.gradients)}, optimizer {unit(p.optimizer)}"
             + (critic if c.device else ""),
-            "reshard peak: " + (f"weights {unit(p.weights)}, " if f.shared else "") + f"engine's weights "
+            f"reshard peak: {merged if f.shared else ''}engine's weights "
             f"{unit(f.generate)}, and in allgather the complete model {unit(f.whole)}, in stream buffers of "
             f"{unit(f.in_flight)} (at most two buckets of {f.run.bucket_bytes >> 20} MiB)",
             f"generate: engine's weights {unit(f.generate)}; left: for the KV cache and the engine's working memory",
-            "not counted: activations of the update and of the engine",
+            "not counted: activations of the update and of the engine"
+            + (", a layer's merged weight and its gradient in the update" if p.merged else ""),
             f"offloading the training weights (--rl-swap) frees {unit(p.weights)} {self.name} "
             f"({p.weights / 2**30:.2f} GiB) per device for the KV cache"
             if f.shared
@@ -224,6 +230,7 @@ class _Shown:
         """Whether the run fits a device, with the reshard in its default mode."""
         f, most = self.plan, self.plan.run.device_bytes
         needs = {"the update": f.update, "the reshard": f.peak("stream"), "generation": f.generate}
+        needs["the check of merged weights before a checkpoint"] = f.update + f.policy.merged
         phase = max(needs, key=needs.__getitem__)
         fits, size = f"fits {most / GB:g} GB", f"{needs[phase] / GB:.2f} GB"
         if needs[phase] > most:
@@ -234,18 +241,26 @@ class _Shown:
 
     def host(self) -> str:
         """Host memory of a machine, if each of its ranks needs as much as the largest one."""
-        f, run, held = self.plan, self.plan.run, {}
-        held["offloaded training state"] = f.offloaded if f.shared else 0
-        if f.parked:
-            held["optimizer state (--swap-optimizer)"] = f.parked
-        if run.reference is not False:
-            held["copy of the reference (with a KL term, or DPO)"] = f.reference
-        if run.dock_bytes:
-            held["dock"] = run.dock_bytes / run.train.world
+        run, held = self.plan.run, _on_host(self.plan)
         parts = ", ".join(f"{what} {self.unit(run.node * each)}" for what, each in held.items())
         more = "; not counted: the dock (plan a script with RL flags)" if run.reference is None else ""
         total = self.unit(run.node * sum(held.values()))
         return f"host memory per machine of {run.node} ranks, at most {total} {self.name}: {parts}{more}"
+
+    def lora(self) -> list[str]:
+        if self.plan.run.lora.lora_rank is None:
+            return []
+        f, run, unit, whole = self.plan, self.plan.run, self.unit, self.plan.whole_training
+        host = run.node * (sum(_on_host(whole).values()) - sum(_on_host(f).values()))
+        files = [checkpoint_bytes(None, saved_numel(run.shape, each.run.lora), run.itemsize) for each in (f, whole)]
+        return [
+            describe_adapters(run.shape, run.lora),
+            f"LoRA saves {unit(whole.update - f.update)} {self.name} of gradients and optimizer per device, {unit(host)} of "
+            f"a machine's memory; a checkpoint, with optimizer, takes about {unit(files[0])} instead of {unit(files[1])}",
+            "merge: while weights are sent, or checked before a checkpoint, a device of the trainer also has "
+            f"{unit(f.policy.merged)} {self.name} of merged weights; engines have merged weights only, "
+            f"{unit(f.generate)} as without LoRA",
+        ]
 
     def traffic(self) -> list[str]:
         head = (f"{self.name} moved", "received, mean", "most", "from other nodes", "sent, most", "node in", "node out")
@@ -279,3 +294,15 @@ class _Shown:
             f"GDP: data parallel ranks in generation, each {devices}; UTP: tensor parallel ranks in the update; GEP: "
             "expert parallel ranks in generation",
         ]
+
+
+def _on_host(plan: Estimate) -> dict[str, float]:
+    """Bytes of host memory that a rank needs, by purpose."""
+    run, held = plan.run, {"offloaded training state": plan.offloaded if plan.shared else 0}
+    if plan.parked:
+        held["optimizer state (--swap-optimizer)"] = plan.parked
+    if run.reference is not False and run.lora.lora_rank is None:
+        held["copy of the reference (with a KL term, or DPO)"] = plan.reference
+    if run.dock_bytes:
+        held["dock"] = run.dock_bytes / run.train.world
+    return held

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
+from mindspeed_rl_plugin.checks import lora_checks
 from mindspeed_rl_plugin.checks.flag_checks import token_budget
 from mindspeed_rl_plugin.checks.refused_flags import RUN, UPSTREAM, refusals
 from mindspeed_rl_plugin.checks.taken_over import take_over
@@ -91,7 +92,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
     if problem := unbuilt_family(args):
         raise ValueError(problem)
     config, algorithm, refused = rl_flags(flags)
-    refused += token_budget(args, config) if algorithm else ()
+    refused += [*token_budget(args, config), *lora_checks.problems(args, config)] if algorithm else ()
     notes: list[str] = []
     if args.mtp_num_layers:
         notes.append(f"--mtp-num-layers {args.mtp_num_layers}: the engine has no such layers; not counted")
@@ -120,6 +121,7 @@ def read_arguments(flags: Flags, world: int, vocab: int | None = None, folder: P
         generate=f"tp{config.rollout.generate_tp},ep{config.rollout.generate_ep}" if engines else None,
         bucket_bytes=bucket_mb << 20 if bucket_mb >= 1 else PlannedRun.bucket_bytes,
         critic=algorithm is not None and algorithm.needs_critic,
+        lora=PlannedRun.lora if limit_problems(config.lora) else config.lora,
         reference=algorithm and (algorithm.needs_reference or algorithm.from_pairs),
         dock_bytes=rollout_bytes(args, config, algorithm) if algorithm else 0,
         notes=tuple(notes),
