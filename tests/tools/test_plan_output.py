@@ -104,20 +104,20 @@ def test_with_lora_a_device_has_state_of_factors_only():
 
 def test_state_of_experts_factors_is_spread_over_fewer_ranks():
     """Two data parallel ranks with 64 experts each, of which no rank has a copy."""
-    run = PlannedRun(model_shape("qwen3-30b-a3b", 1), Parallel(2, ep=2), lora=LoraConfig(4))
-    attention = 4 * 48 * (2 * (2048 + 4096) + 2 * (2048 + 512))
-    experts = 4 * 48 * 64 * 3 * (2048 + 768)
+    run = PlannedRun(replace(model_shape("qwen3-30b-a3b", 1), layers=2), Parallel(2, ep=2), lora=LoraConfig(4))
+    attention = 4 * 2 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    experts = 4 * 2 * 64 * 3 * (2048 + 768)
     policy = estimate(run, EngineParallel(1), 2).policy
     assert (policy.gradients, policy.optimizer) == (4 * (attention + experts), 12 * (attention // 2 + experts))
 
 
 def test_what_lora_trains_saves_and_merges(capsys):
-    """Of rank 16 peft counts 40,370,176 parameters of this model; a checkpoint has 14 bytes of each. Without LoRA eight
-    ranks would have a reference (30.46 GB) and more offloaded state, too."""
+    """By hand: 16 x (rows + columns) of all matrices are 40,370,176, and a checkpoint has 14 bytes of each. Else
+    a host has a reference (30.46 GB) and more offloaded state, too."""
     out = printed(capsys, *SEVEN, "--lora-rank", "16")
     kinds = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     assert f"rank 16, scale 1: 196 matrices ({kinds}), 40.4 M of 7,656.0 M parameters are trained; a ref" in out
-    assert "saves 18.82 GB of gradients and optimizer per device, 120.67 of a machine's memory; a che" in out
+    assert "saves 18.82 GB of gradients and optimizer per device, per host 120.67; a che" in out
     assert "takes about 0.57 instead of 106.62\n" in out and "also has 3.26 GB of merged weights;" in out
     assert "copy of the reference" not in out and "weights 3.85, merged weights 3.26, engine's weights 3.81" in out
     last = printed(capsys, *SEVEN, "--lora-rank", "16", "--generate-first", "8", "--device-gb", "7").splitlines()[-1]
