@@ -134,10 +134,10 @@ def saved_numel(shape: ModelShape, lora: LoraConfig) -> int:
 def describe_adapters(shape: ModelShape, lora: LoraConfig) -> str:
     """The number and kinds of the matrices with adapters, and how many parameters, over all ranks, are trained."""
     names = [name.rpartition(".")[2] for name, _ in matrices(shape, lora.lora_targets)]
-    trained, base = (saved_numel(shape, each) / 1e6 for each in (lora, LoraConfig()))
+    trained, base = (saved_numel(shape, each) for each in (lora, LoraConfig()))
     return (
         f"LoRA of rank {lora.lora_rank}, scale {lora.lora_scale:g}: {len(names):,} matrices "
-        f"({', '.join(dict.fromkeys(names))}), {trained:,.1f} M of {trained + base:,.1f} M parameters are trained; "
+        f"({', '.join(dict.fromkeys(names))}), {trained:,} of {trained + base:,} parameters are trained; "
         "a reference is the model without them"
     )
 

@@ -112,11 +112,11 @@ def test_state_of_experts_factors_is_spread_over_fewer_ranks():
 
 
 def test_what_lora_trains_saves_and_merges(capsys):
-    """By hand: 16 x (rows + columns) of all matrices are 40,370,176, and a checkpoint has 14 bytes of each. Else
-    a host has a reference (30.46 GB) and more offloaded state, too."""
+    """By hand: 16 x (rows + columns) of all matrices; a checkpoint has 14 bytes of each. Without LoRA a host has a
+    reference (30.46 GB) and more offloaded state, too."""
     out = printed(capsys, *SEVEN, "--lora-rank", "16")
     kinds = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-    assert f"rank 16, scale 1: 196 matrices ({kinds}), 40.4 M of 7,656.0 M parameters are trained; a ref" in out
+    assert f"rank 16, scale 1: 196 matrices ({kinds}), 40,370,176 of 7,655,986,688 parameters are trained; a ref" in out
     assert "saves 18.82 GB of gradients and optimizer per device, per host 120.67; a che" in out
     assert "takes about 0.57 instead of 106.62\n" in out and "also has 3.26 GB of merged weights;" in out
     assert "copy of the reference" not in out and "weights 3.85, merged weights 3.26, engine's weights 3.81" in out
