@@ -85,7 +85,7 @@ class Factors(stored.Assembled):
                     yield folder, tensor, Segment(f"{name}.lora_{x}", axis, start, tensor.shape[1 + axis], 0, i)
 
 
-class Merged(stored.Assembled):
+class MergedModel(stored.Assembled):
     """A base with its adapters: W + scale x B A, rounded once to the run's dtype, as trainer and engine had it."""
 
     def __init__(self, *given: Any, factors: Factors) -> None:

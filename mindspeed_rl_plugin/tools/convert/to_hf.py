@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_size
 from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint, model_parts
 from mindspeed_rl_plugin.tools.convert.cli import FLAG_DTYPES, UNFINISHED, make_parser, run, size
 from mindspeed_rl_plugin.tools.convert.files import HF_CONFIG, check_loads, open_tensors, tokenizer_files, write_shards
-from mindspeed_rl_plugin.tools.convert.lora_files import Factors, Merged, base_of, lora_of, write_peft
+from mindspeed_rl_plugin.tools.convert.lora_files import Factors, MergedModel, base_of, lora_of, write_peft
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 from mindspeed_rl_plugin.weights.live import differences, raise_if
 
@@ -61,7 +61,7 @@ def export(options: argparse.Namespace) -> str:
         return f"exported {checkpoint.folder} to {options.out}: adapters of {count} matrices, for peft"
     base = base_of(checkpoint, options.base) if lora else checkpoint
     parts = model_parts(replace(shape, padded_vocab=base.args.padded_vocab_size), base)  # of torch_dist it may differ
-    whole = Merged(tensors, parts, factors=factors) if lora else Assembled(tensors, parts)
+    whole = MergedModel(tensors, parts, factors=factors) if lora else Assembled(tensors, parts)
 
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if tensors[name].wide else given or whole.dtype(name)
