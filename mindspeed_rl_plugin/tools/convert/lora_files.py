@@ -96,7 +96,7 @@ class MergedModel(stored.Assembled):
         return torch.float32 if self.tensors[name].wide else self._factors.stored_dtype
 
     def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        out, (a, b) = super().make(name, self.dtype(name)), (f"{name.removesuffix('.weight')}.lora_{x}" for x in "AB")
+        out, (a, b) = super().make(name), (f"{name.removesuffix('.weight')}.lora_{x}" for x in "AB")
         if a in self._factors.tensors:
             add_product(out, self._factors.make(b), self._factors.make(a), self._factors.lora.lora_scale)
         return out.to(dtype or out.dtype)
@@ -109,8 +109,8 @@ def factor_shapes(shape: ModelShape, lora: LoraConfig, targets: Sequence[str]) -
 
 
 def write_peft(out: Path, shape: ModelShape, factors: Factors, dtype: torch.dtype, model_type: str) -> int:
-    """Write adapter_config.json and adapter_model.safetensors; returns the number of factors. Raises ValueError for a
-    model that transformers does not have.
+    """Write adapter_config.json and adapter_model.safetensors; returns the number of adapters. Raises ValueError for
+    a model that transformers does not have.
 
     transformers 5 stacks experts, so peft (0.21) stacks their factors, but only gate, up and down together: those that
     have no adapter get zeros. In a model with experts it takes these three names among `target_modules` for experts, so
@@ -137,4 +137,4 @@ def write_peft(out: Path, shape: ModelShape, factors: Factors, dtype: torch.dtyp
         "target_parameters": [f"{name}.weight" for name in plain] or None,
     }
     (out / "adapter_config.json").write_text(json.dumps(config, indent=1))
-    return len(sizes) // 2
+    return len(factors.tensors) // 2

@@ -58,7 +58,7 @@ def export(options: argparse.Namespace) -> str:
         (out := options.out / UNFINISHED).mkdir()
         count = write_peft(out, shape, factors, given or factors.stored_dtype, config["model_type"])
         _finish(out)
-        return f"exported {checkpoint.folder} to {options.out}: adapters of {count} matrices, for peft"
+        return f"exported {checkpoint.folder} to {options.out}: {count} adapters, for peft"
     base = base_of(checkpoint, options.base) if lora else checkpoint
     parts = model_parts(replace(shape, padded_vocab=base.args.padded_vocab_size), base)  # of torch_dist it may differ
     whole = MergedModel(tensors, parts, factors=factors) if lora else Assembled(tensors, parts)
