@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.adapters.adapters import add_product, factor_name
+from mindspeed_rl_plugin.adapters.adapters import factor_name, merge
 from mindspeed_rl_plugin.adapters.targets import adapted, matrices
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import read_state, split_iteration_dir
 from mindspeed_rl_plugin.checkpoints.reference_digest import hash_file, weight_files
@@ -62,7 +62,7 @@ class Factors(stored.Assembled):
 
     def __init__(self, shape: ModelShape, checkpoint: stored.Checkpoint, lora: LoraConfig) -> None:
         self.lora = lora
-        each = factor_shapes(shape, lora, lora.lora_targets).items()
+        each = factor_shapes(shape, lora, lora.target_names).items()
         tensors = {name: Canonical(size, 1 if name.endswith("A") else 0) for name, size in each}
         super().__init__(tensors, self._of_ranks(shape, checkpoint))
         self.stored_dtype = self.dtype(next(iter(tensors)))
@@ -71,7 +71,7 @@ class Factors(stored.Assembled):
         for folder, rank in stored.rank_folders(shape, checkpoint.parallel).items():
             tensors, wrong = checkpoint.tensors(folder, first_stage=True), []
             for kinds in _STORAGES:  # where the way in which a rank stores W matters, factors differ in name or shape
-                held = adapted(shape, checkpoint.parallel, rank, kinds, self.lora.lora_targets)
+                held = adapted(shape, checkpoint.parallel, rank, kinds, self.lora.target_names)
                 each = ((m, zip("AB", m.factor_shapes(self.lora.lora_rank), strict=True)) for m in held)
                 sizes = {factor_name(m, x): size for m, factors in each for x, size in factors}
                 wrong.append(differences(sizes, sizes_of(tensors)))
@@ -98,7 +98,7 @@ class MergedModel(stored.Assembled):
     def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         out, (a, b) = super().make(name), (f"{name.removesuffix('.weight')}.lora_{x}" for x in "AB")
         if a in self._factors.tensors:
-            add_product(out, self._factors.make(b), self._factors.make(a), self._factors.lora.lora_scale)
+            merge(out, self._factors.make(b), self._factors.make(a), self._factors.lora.lora_scale)
         return out.to(dtype or out.dtype)
 
 
