@@ -66,7 +66,7 @@ class AdaptedModule(Module):
         self.factors: list[Parameter] = []  # A and B of each matrix
         for matrix in matrices:
             for name, factor in zip("AB", self._made(matrix, rank, seed), strict=True):
-                self.register_parameter(_file_name(matrix, name), factor)
+                self.register_parameter(factor_name(matrix, name), factor)
                 self.factors.append(factor)
 
     def forward(self) -> tuple[Tensor, ...]:
@@ -142,7 +142,7 @@ class AdaptedModule(Module):
             parts = zip(range(3), at, factor.shape, whole, strict=True)
             offsets = [(axis, low // size, total // size) for axis, low, size, total in parts]
             replica = (0, 0 if matrix.splits(name) else self.place.peer(matrix), self.place.copy(matrix))
-            out[prefix + _file_name(matrix, name)] = ShardedTensor.from_rank_offsets(
+            out[prefix + factor_name(matrix, name)] = ShardedTensor.from_rank_offsets(
                 f"{CHILD}.{matrix.name}.lora_{name}", factor, *offsets, replica_id=replica
             )
         return out
@@ -255,7 +255,7 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> None:
         part.copy_(torch.addmm(part.to(wide), rows.to(wide), a, alpha=scale))
 
 
-def _file_name(matrix: Adapted, factor: str) -> str:
+def factor_name(matrix: Adapted, factor: str) -> str:
     """Name of a factor in a checkpoint of one file a rank; parameters have no dots in their names."""
     one = matrix.canonical[0] if len(matrix.experts) < 2 else matrix.name
     return f"{one}.lora_{factor}".replace(".", "/")

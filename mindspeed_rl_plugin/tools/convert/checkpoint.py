@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_rl_plugin.adapters.adapters import CHILD
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.checkpoints.dist_files import DCP_INDEX, DistFiles, StoredTensor
 from mindspeed_rl_plugin.checkpoints.pickles import load
-from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, Segment, canonical_tensors, megatron_layout
+from mindspeed_rl_plugin.layout.layout import Canonical, ModelShape, Parallel, Segment, megatron_layout
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.live import mtp_only, table_name, trainer_storage
 
@@ -31,6 +34,7 @@ _NORMS = {
     "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
     "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight",
 }
+_FACTORS = f"{CHILD}."  # of adapters
 _OTHER_STATE = ("optimizer.", "mtp.")
 
 
@@ -62,9 +66,9 @@ def rank_folders(shape: ModelShape, parallel: Parallel) -> dict[str, int]:
 class Checkpoint:
     """A checkpoint on disk. args: Megatron's arguments as saved; parallel: layout of its files (torch_dist: that of a
     run with one rank). iteration: if None, that of the tracker file. Raises ValueError if there is no checkpoint of a
-    known format, or if it was saved without arguments."""
+    known format, or if it was saved without arguments. of_run: arguments of a run that loaded it, for its layout."""
 
-    def __init__(self, directory: Path, iteration: int | str | None = None) -> None:
+    def __init__(self, directory: Path, iteration: int | str | None = None, of_run: Any = None) -> None:
         iteration = read_tracker(str(directory)) if iteration is None else iteration
         if iteration is None:
             raise ValueError(f"no Megatron checkpoint in {directory}: there is no {TRACKER}")
@@ -79,7 +83,7 @@ class Checkpoint:
                 f"{self.folder} has neither mp_rank_*/{MODEL_FILE} nor {DCP_INDEX}: only checkpoints of --ckpt-format "
                 "torch and torch_dist can be exported; save the model again in one of these formats"
             )
-        args = (self._whole.common() if self._whole else load(files[0])).get("args")
+        args = self._whole.common().get("args") if self._whole else of_run or load(files[0]).get("args")
         if not isinstance(args, argparse.Namespace):
             where = self.folder if self._whole else files[0]
             raise ValueError(f"{where} has no arguments of Megatron, so its layout is unknown; save it again with them")
@@ -87,7 +91,8 @@ class Checkpoint:
         self.parallel = Parallel(1) if self._whole else Parallel.from_megatron_args(args)
 
     def tensors(self, folder: str, first_stage: bool) -> Mapping[str, Tensor | StoredTensor]:
-        """The model's tensors in one file (torch_dist: in all). first_stage: whether it is of pipeline stage 0."""
+        """The model's tensors, or its adapters' by `factor_name`, in one file (torch_dist: in all). first_stage:
+        whether it is of pipeline stage 0."""
         if self._whole:
             return {name: t for name, t in whole_model(self._whole).items() if not _OTHER.match(name)}
         path = self.folder / folder / MODEL_FILE
@@ -101,27 +106,32 @@ class Checkpoint:
             left = mtp_only(any(name.startswith("mtp.") for name in chunk), first_stage and i == 0)
             for name, value in chunk.items():
                 if isinstance(value, Tensor) and not _OTHER.match(name) and not name.startswith(left):
-                    out[chunk_prefix(i, vpp) + table_name(name)] = value
+                    factor = name.rpartition(".")[2] if name.startswith(_FACTORS) else None
+                    out[factor or chunk_prefix(i, vpp) + table_name(name)] = value
         return out
 
 
-_StoredPart = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored parameter, the segment in it
+StoredPart = tuple[str, Tensor | StoredTensor, Segment]  # folder, stored parameter, the segment in it
+
+
+def model_parts(shape: ModelShape, checkpoint: Checkpoint) -> Iterator[StoredPart]:
+    """What all ranks saved of a model. Raises ValueError, with names and shapes, if it is not one of `shape`."""
+    parallel = checkpoint.parallel
+    for folder, rank in rank_folders(shape, parallel).items():
+        stored = checkpoint.tensors(folder, parallel.coordinates(rank).pp == 0)
+        storage = trainer_storage(shape, parallel, rank, stored, str(checkpoint.folder / folder))
+        for name, segments in megatron_layout(shape, parallel, rank, *storage).items():
+            yield from ((folder, stored[name], s) for s in segments)
 
 
 class Assembled:
-    """Assembles canonical (Hugging Face's) tensors, one by one, from the tensors that all ranks saved. Raises
-    ValueError, with names and shapes, if the checkpoint does not hold a model of `shape`."""
+    """Assembles complete tensors, one by one, from the parts that all ranks saved. tensors: by name."""
 
-    def __init__(self, shape: ModelShape, checkpoint: Checkpoint) -> None:
-        self._tensors, parallel = canonical_tensors(shape), checkpoint.parallel
-        self._parts: dict[str, dict[tuple[int, int], list[_StoredPart]]] = {name: {} for name in self._tensors}
-        for folder, rank in rank_folders(shape, parallel).items():
-            stored = checkpoint.tensors(folder, parallel.coordinates(rank).pp == 0)
-            storage = trainer_storage(shape, parallel, rank, stored, str(checkpoint.folder / folder))
-            for name, segments in megatron_layout(shape, parallel, rank, *storage).items():
-                for s in segments:
-                    part = folder, stored[name], s
-                    self._parts[s.name].setdefault((s.start, s.stop), []).append(part)
+    def __init__(self, tensors: Mapping[str, Canonical], parts: Iterable[StoredPart]) -> None:
+        self.tensors = tensors
+        self._parts: dict[str, dict[tuple[int, int], list[StoredPart]]] = {name: {} for name in tensors}
+        for part in parts:
+            self._parts[part[2].name].setdefault((part[2].start, part[2].stop), []).append(part)
 
     def dtype(self, name: str) -> torch.dtype:
         return next(iter(self._parts[name].values()))[0][1].dtype
@@ -129,7 +139,7 @@ class Assembled:
     def make(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """The complete tensor, in the stored dtype or in `dtype`. Raises ValueError if two ranks store
         different values of the same slices."""
-        tensor = self._tensors[name]
+        tensor = self.tensors[name]
         out = torch.empty(tensor.shape, dtype=dtype or self.dtype(name))
         for (low, high), copies in self._parts[name].items():
             who, values = copies[0][0], _values(copies[0])
@@ -140,8 +150,12 @@ class Assembled:
         return out
 
 
-def _values(part: _StoredPart) -> Tensor:
+def _values(part: StoredPart) -> Tensor:
     _, stored, segment = part
+    if isinstance(stored, StoredTensor) and segment.slot >= 0:  # read one expert only
+        one = (segment.slot, segment.slot + 1)
+        stored = replace(stored, box=(one, *stored.box[1:]), shape=(1, *stored.shape[1:]))
+        segment = segment._replace(slot=0)
     return segment.view(stored.read() if isinstance(stored, StoredTensor) else stored, segment.start, segment.size)
 
 
@@ -172,6 +186,8 @@ def _each(files: DistFiles) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _plain(name: str, at: list[int], layered: bool) -> str:
+    if name.startswith(_FACTORS):
+        return name.removeprefix(_FACTORS).replace(".", "/")
     if layered:
         name = f"{_LAYERS}{at.pop(0)}.{name.removeprefix(_LAYERS)}"
     if _EXPERT_LAYERS in name:

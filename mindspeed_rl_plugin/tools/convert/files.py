@@ -63,14 +63,17 @@ def write_shards(
     split = split_state_dict_into_shards_factory(
         sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
-    mode = _usual_mode()
     for file, names in split.filename_to_tensors.items():
-        save_file({name: make(name) for name in names}, directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(mode)
+        write_file(directory / file, {name: make(name) for name in names})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (directory / HF_INDEX).write_text(json.dumps(index, indent=1))
     return len(split.filename_to_tensors), split.metadata["total_size"]
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    path.chmod(_usual_mode())
 
 
 def _usual_mode() -> int:

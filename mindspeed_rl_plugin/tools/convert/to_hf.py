@@ -20,9 +20,10 @@ from mindspeed_rl_plugin.engine.hf_config import derive_config, write_config
 from mindspeed_rl_plugin.layout.layout import ModelShape, canonical_tensors
 from mindspeed_rl_plugin.prompts.ends import GENERATION, config_tokens, model_tokens
 from mindspeed_rl_plugin.prompts.tokenizer import vocabulary_size
-from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint
+from mindspeed_rl_plugin.tools.convert.checkpoint import Assembled, Checkpoint, model_parts
 from mindspeed_rl_plugin.tools.convert.cli import FLAG_DTYPES, UNFINISHED, make_parser, run, size
 from mindspeed_rl_plugin.tools.convert.files import HF_CONFIG, check_loads, open_tensors, tokenizer_files, write_shards
+from mindspeed_rl_plugin.tools.convert.lora_files import Factors, MergedModel, base_of, lora_of, write_peft
 from mindspeed_rl_plugin.tools.layout_args import read_config, shape_of
 from mindspeed_rl_plugin.weights.live import differences, raise_if
 
@@ -37,6 +38,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", type=Path, help="config.json to use (default: from saved arguments)")
     parser.add_argument("--tokenizer", type=Path, help="directory whose tokenizer is copied")
     parser.add_argument("--rl-trust-remote-code", action="store_true", help="run the model's own code to check files")
+    only = "checkpoint of --rl-lora-rank: "
+    parser.add_argument("--base", type=Path, help=f"{only}directory of --load of that run, if it was moved")
+    parser.add_argument("--adapter", action="store_true", help=f"{only}write the adapters alone, as files for peft")
     parser.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in GB (default: 5)")
     return run(parser, argv, export)
 
@@ -45,9 +49,19 @@ def export(options: argparse.Namespace) -> str:
     """Write the Hugging Face model; returns a text that says what was done. Raises ValueError."""
     checkpoint = Checkpoint(options.load, options.iteration)
     config, shape, padding = _config(checkpoint.args, options)
-    tensors = canonical_tensors(shape)
-    whole = Assembled(shape, checkpoint)
+    tensors, lora = canonical_tensors(shape), lora_of(checkpoint)
     given = FLAG_DTYPES.get(options.dtype)
+    if lora is None and (options.adapter or options.base):
+        raise ValueError(f"{checkpoint.folder} holds a whole model; leave out --adapter and --base")
+    factors = Factors(shape, checkpoint, lora) if lora else None
+    if options.adapter:
+        (out := options.out / UNFINISHED).mkdir()
+        count = write_peft(out, shape, factors, given or factors.stored_dtype, config["model_type"])
+        _finish(out)
+        return f"exported {checkpoint.folder} to {options.out}: {count} adapters, for peft"
+    base = base_of(checkpoint, options.base) if lora else checkpoint
+    parts = model_parts(replace(shape, padded_vocab=base.args.padded_vocab_size), base)  # of torch_dist it may differ
+    whole = MergedModel(tensors, parts, factors=factors) if lora else Assembled(tensors, parts)
 
     def dtype(name: str) -> torch.dtype:
         return torch.float32 if tensors[name].wide else given or whole.dtype(name)
@@ -73,11 +87,17 @@ def export(options: argparse.Namespace) -> str:
     files, total = write_shards(out, sizes, lambda name: whole.make(name, dtype(name)), int(options.shard_gb * 1e9))
     read = {name: tuple(t.get_shape()) for name, t in open_tensors(out).items()}
     raise_if(differences({name: t.shape for name, t in tensors.items()}, read), f"{out} does not hold what was written")
-    for file in sorted(out.iterdir(), key=lambda file: file.name == HF_CONFIG):
-        file.rename(options.out / file.name)
-    out.rmdir()
+    _finish(out)
     done = f"{len(tensors)} tensors, {size(total)}, files: {files}"
-    return f"exported {checkpoint.folder} to {options.out}: {done}\n{padding}" + "\n".join([*notes, note])
+    merged = f", merged into {base.folder}," if lora else ""
+    return f"exported {checkpoint.folder}{merged} to {options.out}: {done}\n{padding}" + "\n".join([*notes, note])
+
+
+def _finish(out: Path) -> None:
+    """Move complete files to --out, config.json last."""
+    for file in sorted(out.iterdir(), key=lambda file: file.name == HF_CONFIG):
+        file.rename(out.parent / file.name)
+    out.rmdir()
 
 
 def _tokens(
