@@ -117,7 +117,7 @@ def adapted(
 
 def adapter_numels(shape: ModelShape, parallel: Parallel, rank: int, lora: LoraConfig) -> tuple[int, int, int]:
     """Elements on a trainer rank: of factors, of routed experts' factors among them, of weights with an adapter."""
-    each = adapted(shape, parallel, rank, (IMPLS[0], EXPERTS[0]), lora.lora_targets) if lora.lora_rank else []
+    each = adapted(shape, parallel, rank, (IMPLS[0], EXPERTS[0]), lora.target_names) if lora.lora_rank else []
     factors = [(m.experts, sum(map(prod, m.factor_shapes(lora.lora_rank)))) for m in each]
     weights = {f"{m.module}.{attribute}" for m in each for attribute, _ in m.stored}
     merged = sum(prod(megatron_layout(shape, parallel, rank).shapes[name]) for name in weights)
@@ -128,12 +128,12 @@ def saved_numel(shape: ModelShape, lora: LoraConfig) -> int:
     """Number of parameters, over all ranks, that are trained and saved: the model's or, with LoRA, the factors'."""
     if lora.lora_rank is None:
         return sum(prod(tensor.shape) for tensor in canonical_tensors(shape).values())
-    return sum(lora.lora_rank * sum(size) for _, size in matrices(shape, lora.lora_targets))
+    return sum(lora.lora_rank * sum(size) for _, size in matrices(shape, lora.target_names))
 
 
 def describe_adapters(shape: ModelShape, lora: LoraConfig) -> str:
     """The number and kinds of the matrices with adapters, and how many parameters, over all ranks, are trained."""
-    names = [name.rpartition(".")[2] for name, _ in matrices(shape, lora.lora_targets)]
+    names = [name.rpartition(".")[2] for name, _ in matrices(shape, lora.target_names)]
     trained, base = (saved_numel(shape, each) for each in (lora, LoraConfig()))
     return (
         f"LoRA of rank {lora.lora_rank}, scale {lora.lora_scale:g}: {len(names):,} matrices "

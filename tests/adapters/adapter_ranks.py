@@ -228,10 +228,11 @@ def check(case, folder):
 
 
 if __name__ == "__main__":
+    scratch, cases = Path(sys.argv[1]), json.loads(sys.argv[2])  # Megatron's parser gets another sys.argv
     dist.init_process_group("gloo")
     stay_in_float64()
-    for name, case in json.loads(sys.argv[2]).items():
-        (largest, what), count = check(case, Path(sys.argv[1]) / name)
+    for name, case in cases.items():
+        (largest, what), count = check(case, scratch / name.replace(" ", "-"))
         if dist.get_rank() == 0:
             print(f"{name}\t{largest:.2e}\t{what}\t{count}", flush=True)
     dist.destroy_process_group()
