@@ -22,6 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("workers", "control_tokens"),
     ("dock", "algorithms", "reward", "prompts", "monitor", "layout"),
     ("weights", "service"),
+    ("adapters",),
     ("engine", "forward"),
     ("episodes",),
     ("critic", "update"),
@@ -41,7 +42,19 @@ HOST_MAY = {"rows", "config", "environment", "device"}
 
 # library -> folders that may import it (a module name narrows a folder).
 LIBRARIES: dict[str, set[str]] = {
-    "megatron": {"launch", "checks", "host", "forward", "stages", "critic", "update", "adaptor", "loop", "tools"}
+    "megatron": {
+        "launch",
+        "checks",
+        "host",
+        "forward",
+        "stages",
+        "critic",
+        "update",
+        "adaptor",
+        "loop",
+        "tools",
+        "adapters",
+    }
     | {"weights.transfer", "weights.offload"},
     "mindspeed": {"launch", "host", "tools"},
     "mindspeed_llm": {"launch", "host", "tools"},

@@ -21,13 +21,13 @@ from mindspeed_rl_plugin.adapters.targets import Adapted
 from mindspeed_rl_plugin.device import get_device
 from mindspeed_rl_plugin.layout.layout import Segment
 from mindspeed_rl_plugin.layout.parallel import Coordinates
+from mindspeed_rl_plugin.weights.live import ADAPTERS
 
-CHILD = "rl_lora"  # name of the adapters in a chunk
 _AT_ONCE = 1 << 24  # elements of a merge that are in the wider dtype at the same time
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where this rank is, by axes of the layout, and the ranks that have other parts of the same matrices."""
 
     at: Coordinates
@@ -55,7 +55,14 @@ class AdaptedModule(Module):
     """
 
     def __init__(
-        self, path: str, module: Module, matrices: Sequence[Adapted], rank: int, scale: float, seed: int, place: Place
+        self,
+        path: str,
+        module: Module,
+        matrices: Sequence[Adapted],
+        rank: int,
+        scale: float,
+        seed: int,
+        place: RankPlace,
     ) -> None:
         super().__init__()
         self.path, self.matrices, self.scale, self.place = path, matrices, scale, place
@@ -143,7 +150,7 @@ class AdaptedModule(Module):
             offsets = [(axis, low // size, total // size) for axis, low, size, total in parts]
             replica = (0, 0 if matrix.splits(name) else self.place.peer(matrix), self.place.copy(matrix))
             out[prefix + factor_name(matrix, name)] = ShardedTensor.from_rank_offsets(
-                f"{CHILD}.{matrix.name}.lora_{name}", factor, *offsets, replica_id=replica
+                f"{ADAPTERS}.{matrix.name}.lora_{name}", factor, *offsets, replica_id=replica
             )
         return out
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from mindspeed_rl_plugin.adapters.adapters import CHILD, AdaptedModule, Adapters, Place
+from mindspeed_rl_plugin.adapters.adapters import AdaptedModule, Adapters, RankPlace
 from mindspeed_rl_plugin.adapters.targets import adapted
 from mindspeed_rl_plugin.config.run_flags import LoraConfig
 from mindspeed_rl_plugin.layout.parallel import Parallel, chunk_prefix
 from mindspeed_rl_plugin.layout.shape import ModelShape
-from mindspeed_rl_plugin.weights.live import stored_parameters, trainer_storage
+from mindspeed_rl_plugin.weights.live import ADAPTERS, stored_parameters, trainer_storage
 from mindspeed_rl_plugin.weights.storages import unwrap
 
 
@@ -49,7 +49,7 @@ def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Modu
                           config.lora_scale, args.seed, place)
             for path in dict.fromkeys(m.module for m in matrices)
         ]  # fmt: skip
-        chunk.add_module(CHILD, Adapters(chunk, modules))
+        chunk.add_module(ADAPTERS, Adapters(chunk, modules))
         _store_factors_only(chunk)
         return chunk
 
@@ -58,7 +58,7 @@ def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Modu
 
 def adapters_of(chunks: Sequence[Module]) -> list[Adapters]:
     """The adapters of chunks, wrapped or not; empty without LoRA."""
-    return [found for chunk in chunks if (found := getattr(unwrap(chunk), CHILD, None)) is not None]
+    return [found for chunk in chunks if (found := getattr(unwrap(chunk), ADAPTERS, None)) is not None]
 
 
 def store(chunks: Sequence[Module], base: bool) -> None:
@@ -121,18 +121,18 @@ def _let_gradients_pass(_: Module, __: Any, out: Tensor) -> None:
         out.requires_grad_()
 
 
-def _place(parallel: Parallel, rank: int) -> Place:
+def _place(parallel: Parallel, rank: int) -> RankPlace:
     from megatron.core import parallel_state
 
     tensor = parallel_state.get_tensor_model_parallel_group() if parallel.tp > 1 else None
     experts = parallel_state.get_expert_tensor_parallel_group() if parallel.expert_tp > 1 else None
-    return Place(parallel.coordinates(rank), parallel.cp, tensor, experts)
+    return RankPlace(parallel.coordinates(rank), parallel.cp, tensor, experts)
 
 
 def _store_factors_only(chunk: Module) -> None:
     """Let state dicts of the chunk hold the factors only, while `Adapters.of_base` is not set."""
-    adapters, sharded = getattr(chunk, CHILD), chunk.sharded_state_dict
-    own = f"{CHILD}."
+    adapters, sharded = getattr(chunk, ADAPTERS), chunk.sharded_state_dict
+    own = f"{ADAPTERS}."
 
     def without_base(_: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
         for name in () if adapters.base_stored else list(state):

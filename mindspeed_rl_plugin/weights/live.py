@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mindspeed_rl_plugin.adapters.adapters import CHILD as ADAPTERS
 from mindspeed_rl_plugin.layout.families import FAMILIES
 from mindspeed_rl_plugin.layout.family_rows import HEAD_WEIGHT
 from mindspeed_rl_plugin.layout.family_table import ENGINE, EXPERTS, IMPLS
@@ -26,6 +25,7 @@ from mindspeed_rl_plugin.layout.layout import (
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.weights.storages import unwrap
 
+ADAPTERS = "rl_lora"  # the child of a chunk that has its LoRA adapters
 LISTED_DIFFERENCES = 12  # differences that an error lists
 # Ends (after the layer's number) of names of Megatron's buffers that are weights.
 _ROUTER_BUFFERS = tuple(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import Linear, Module
 
-from mindspeed_rl_plugin.adapters.adapters import AdaptedModule, Adapters, Place, merge
+from mindspeed_rl_plugin.adapters.adapters import AdaptedModule, Adapters, RankPlace, merge
 from mindspeed_rl_plugin.adapters.attach import BaseModel, check_ran
 from mindspeed_rl_plugin.adapters.targets import Adapted, adapted, matrices, target_names, unknown_targets
 from mindspeed_rl_plugin.layout.families import FAMILIES
@@ -127,7 +127,7 @@ class Small(Module):
 
 
 def adapted_chunk(dtype=torch.float64, rank=2):
-    chunk, place = Small(dtype), Place(Parallel(1).coordinates(0), 1, None, None)
+    chunk, place = Small(dtype), RankPlace(Parallel(1).coordinates(0), 1, None, None)
     parts = [
         Adapted(name, (), (4, 6), None, 0, 4, "linear", (("weight", (Segment(f"{name}.weight", 0, 0, 4, at),)),))
         for name, at in (("gate", 0), ("up", 4))

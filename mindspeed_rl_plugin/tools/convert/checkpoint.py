@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl_plugin.adapters.adapters import CHILD
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, iteration_dir, read_tracker
 from mindspeed_rl_plugin.checkpoints.dist_files import DCP_INDEX, DistFiles, StoredTensor
 from mindspeed_rl_plugin.checkpoints.pickles import load
 from mindspeed_rl_plugin.layout.layout import Canonical, ModelShape, Parallel, Segment, megatron_layout
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
-from mindspeed_rl_plugin.weights.live import mtp_only, table_name, trainer_storage
+from mindspeed_rl_plugin.weights.live import ADAPTERS, mtp_only, table_name, trainer_storage
 
 MODEL_FILE = "model_optim_rng.pt"
 # Entries of a model's state that are not weights.
@@ -34,7 +33,7 @@ _NORMS = {
     "linear_q_up_proj.layer_norm_weight": "q_layernorm.weight",
     "linear_kv_up_proj.layer_norm_weight": "kv_layernorm.weight",
 }
-_FACTORS = f"{CHILD}."  # of adapters
+_FACTORS = f"{ADAPTERS}."  # of adapters
 _OTHER_STATE = ("optimizer.", "mtp.")
 
 
