@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin import ranks
-from mindspeed_rl_plugin.adapters import attach
+from mindspeed_rl_plugin.adapters import adapted_chunks
 from mindspeed_rl_plugin.adapters.targets import describe_adapters
 from mindspeed_rl_plugin.algorithms import Algorithm, resolve
 from mindspeed_rl_plugin.algorithms.describe import describe as describe_algorithm
@@ -81,7 +81,9 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
         positional, named = call.args, call.kwargs
     if (lora := inputs.config.lora).lora_rank is not None:
         say(describe_adapters(ModelShape.from_megatron_args(args, inputs.vocab), lora))
-        call = megatron_setup.on_each_chunk(original, positional, named, attach.attaching(lora, args, inputs.vocab))
+        call = megatron_setup.on_each_chunk(
+            original, positional, named, adapted_chunks.attaching(lora, args, inputs.vocab)
+        )
         positional, named = call.args, call.kwargs
     with refusing():
         start, state = _decide(args, loop, inputs.vocab, algorithm.needs_critic)
@@ -98,7 +100,7 @@ def setup_model_and_optimizer(args: Any, original: Callable, positional: tuple, 
     if "no_load_optim" in absent | untrained:
         scheduler.step(increment=args.consumed_train_samples)
     _launch.loading = False
-    attach.store(model, base=False)
+    adapted_chunks.store(model, base=False)
     _check_loaded(model, start, args)
     if start.kind == "fresh":
         start = dataclasses.replace(start, reference_digest=ranks.weights_digest(_parameters(model)))
@@ -135,7 +137,9 @@ def _check_loaded(model: Any, start: Start, args: Any) -> None:
             f"check whether {files.TRACKER} or a file of that checkpoint is damaged"
         )
     split = getattr(args, "tensor_model_parallel_size", 1) * getattr(args, "pipeline_model_parallel_size", 1)
-    if warning := small_disk(args, split * sum(p.numel() for _, p in _parameters(attach.adapters_of(model) or model))):
+    if warning := small_disk(
+        args, split * sum(p.numel() for _, p in _parameters(adapted_chunks.adapters_of(model) or model))
+    ):
         say(warning)
 
 
@@ -164,13 +168,13 @@ def load_checkpoint(args: Any, original: Callable, positional: tuple, named: Map
         return original(*positional, **named)
     names = ("ddp_model", "optimizer", "opt_param_scheduler")
     model, optimizer, scheduler = (*positional, *(named[name] for name in names[len(positional) :]))[:3]
-    adapted = bool(attach.adapters_of(model))
+    adapted = bool(adapted_chunks.adapters_of(model))
     if at.loading and at.start.kind == "resume" and (at.algorithm.needs_reference or adapted):
         with refusing(), must_fit(model, str(at.start.reference_path)):
             _load_reference(original, model, at)
         if at.algorithm.needs_reference:
             at.loop.on_reference_loaded(model)
-        attach.store(model, base=False)
+        adapted_chunks.store(model, base=False)
     # The critic loads after the policy; the file of a language model has no value head.
     free = {} if at.loading else {"free": f"{value_head.NAME}.weight"}
     rates = lr_schedule.loading(optimizer, scheduler)

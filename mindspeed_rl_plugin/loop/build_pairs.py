@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mindspeed_rl_plugin.adapters.attach import BaseModel, adapters_of
+from mindspeed_rl_plugin.adapters.adapted_chunks import BaseModel, adapters_of
 from mindspeed_rl_plugin.loop.inputs import Inputs
 from mindspeed_rl_plugin.loop.loop import Loop
 from mindspeed_rl_plugin.loop.megatron_trainer import MegatronTrainer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.nn import Module
 
-from mindspeed_rl_plugin.adapters.attach import check_ran
+from mindspeed_rl_plugin.adapters.adapted_chunks import check_ran
 from mindspeed_rl_plugin.forward import ForwardSettings, router_replay
 from mindspeed_rl_plugin.forward.pipeline import compute_logps, compute_routed_logps
 from mindspeed_rl_plugin.loop.inputs import Inputs

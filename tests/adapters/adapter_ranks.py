@@ -25,7 +25,7 @@ from megatron.training.arguments import core_transformer_config_from_args  # noq
 from megatron_models import built, parsed  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from mindspeed_rl_plugin.adapters.attach import BaseModel, adapters_of, attaching  # noqa: E402
+from mindspeed_rl_plugin.adapters.adapted_chunks import BaseModel, adapters_of, attaching  # noqa: E402
 from mindspeed_rl_plugin.adapters.targets import matrices  # noqa: E402
 from mindspeed_rl_plugin.config.run_flags import LoraConfig  # noqa: E402
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_layout  # noqa: E402

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import Linear, Module
 
+from mindspeed_rl_plugin.adapters.adapted_chunks import BaseModel, check_ran
 from mindspeed_rl_plugin.adapters.adapters import AdaptedModule, Adapters, RankPlace, merge
-from mindspeed_rl_plugin.adapters.attach import BaseModel, check_ran
 from mindspeed_rl_plugin.adapters.targets import Adapted, adapted, matrices, target_names, unknown_targets
 from mindspeed_rl_plugin.layout.families import FAMILIES
 from mindspeed_rl_plugin.layout.layout import Segment, canonical_tensors
