@@ -23,7 +23,7 @@ from mindspeed_rl_plugin.layout.layout import Segment
 from mindspeed_rl_plugin.layout.parallel import Coordinates
 from mindspeed_rl_plugin.weights.live import ADAPTERS
 
-_AT_ONCE = 1 << 24  # elements of a merge that are in the wider dtype at the same time
+_MERGED_AT_ONCE = 1 << 24  # elements of a merge that are in the wider dtype at the same time
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _inside(matrix: Adapted, segment: Segment) -> tuple[slice, slice]:
 @torch.no_grad()
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> None:
     """weight += scale x b a, rounded once."""
-    wide, step = get_device().merge_dtype, max(1, _AT_ONCE // max(1, weight.shape[1]))
+    wide, step = get_device().merge_dtype, max(1, _MERGED_AT_ONCE // max(1, weight.shape[1]))
     a = a.to(wide)
     for part, rows in zip(weight.split(step), b.split(step), strict=True):
         part.copy_(torch.addmm(part.to(wide), rows.to(wide), a, alpha=scale))

@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
-_LAYER = re.compile(r"^(model|decoder)\.layers\.\{layer\}\.")
+_LAYER_PREFIX = re.compile(r"^(model|decoder)\.layers\.\{layer\}\.")
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,6 @@ def _is_linear(trainer_name: str) -> bool:
 def _named(row: Row, part: str, targets: Iterable[str]) -> bool:
     """Whether a target is the end of the matrix's canonical name, or of the path of Megatron's module."""
     names = {part, *(name for name in row.names.values() if _is_linear(name))}
-    paths = {re.sub(r"(\.local_experts)?\.\{\w+\}(?=\.)|\{\w+\}$", "", _LAYER.sub(".", name)) for name in names}
+    paths = {re.sub(r"(\.local_experts)?\.\{\w+\}(?=\.)|\{\w+\}$", "", _LAYER_PREFIX.sub(".", name)) for name in names}
     paths = {path.removesuffix(".weight") for path in paths}
     return not targets or any(path.endswith("." + target) for path in paths for target in targets)

@@ -49,7 +49,7 @@ TAKEN_OVER = {
 }
 # MindSpeed-LLM's flags of LoRA -> ours, and its default. Its adapters are never built: with experts on several ranks,
 # two of their four weights (posttrain/lora/moe/experts.py) get the mean gradient of different experts.
-ADAPTERS = {
+LORA_OF_LLM = {
     "--lora-r": ("--rl-lora-rank", "16"),
     "--lora-alpha": ("--rl-lora-alpha", "32"),
     "--lora-target-modules": ("--rl-lora-targets", ""),
@@ -205,13 +205,13 @@ def _one_batch_size(words: list[_Word]) -> tuple[list[_Word], list[str]]:
 def _own_adapters(words: list[_Word]) -> tuple[list[_Word], list[str]]:
     """Replace MindSpeed-LLM's flags of LoRA by RL's, if these are not given, too. Also returns lines."""
     given = {word.flag: word.values for word in words}
-    theirs = " ".join(token for word in words if word.flag in ADAPTERS for token in word.tokens)
-    kept = [word for word in words if word.flag not in ADAPTERS]
+    theirs = " ".join(token for word in words if word.flag in LORA_OF_LLM for token in word.tokens)
+    kept = [word for word in words if word.flag not in LORA_OF_LLM]
     if not theirs:
         return words, []
     if "--lora-target-modules" not in given:
         return kept, [f"{theirs}: of no effect in MindSpeed-LLM without --lora-target-modules, so removed"]
-    made = [(ours, given.get(flag, (default,))) for flag, (ours, default) in ADAPTERS.items() if ours not in given]
+    made = [(ours, given.get(flag, (default,))) for flag, (ours, default) in LORA_OF_LLM.items() if ours not in given]
     kept += [_Word(ours, values, (ours, *values)) for ours, values in made]
     ours = " ".join(token for word in kept if word.flag.startswith("--rl-lora-") for token in word.tokens)
     return kept, [f"{theirs}: RL's own adapters instead (q, k and v have an A each): {ours}"]
