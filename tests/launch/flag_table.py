@@ -9,7 +9,7 @@ from pathlib import Path
 import tomllib
 
 from mindspeed_rl_plugin.checks.refused_flags import UPSTREAM
-from mindspeed_rl_plugin.checks.taken_over import ADAPTERS, BATCH_SCHEDULES, IN_SAMPLES, TAKEN_OVER, UNTESTED
+from mindspeed_rl_plugin.checks.taken_over import BATCH_SCHEDULES, IN_SAMPLES, LORA_OF_LLM, TAKEN_OVER, UNTESTED
 
 TABLE = tomllib.loads((Path(__file__).parents[2] / "docs" / "upstream-flags.toml").read_text())
 SUPPORTED, NEUTRAL, NEUTRAL_GROUPS = TABLE["supported"], TABLE["neutral"], TABLE["neutral_groups"]
@@ -20,7 +20,7 @@ ANSWERED = "--finetune --no-load-optim --no-load-rng --load --no-save-optim --no
 @cache
 def rows() -> dict[str, tuple[str, str]]:
     """Flag or pattern -> verdict and reason. A flag counts before a pattern, and of patterns the first that fits."""
-    taken = {**TAKEN_OVER, "decided at the start": " ".join((ANSWERED, *IN_SAMPLES, *BATCH_SCHEDULES, *ADAPTERS))}
+    taken = {**TAKEN_OVER, "decided at the start": " ".join((ANSWERED, *IN_SAMPLES, *BATCH_SCHEDULES, *LORA_OF_LLM))}
     tables = {"taken over": taken, "supported": SUPPORTED, "refused": TABLE["checked"], "neutral": NEUTRAL}
     tables["untested"] = {"nothing shows it under RL": UNTESTED}
     out: dict[str, tuple[str, str]] = {}

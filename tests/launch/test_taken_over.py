@@ -11,7 +11,7 @@ from checkouts import checkouts, cores
 from commands import ended
 
 from mindspeed_rl_plugin.checks import flag_checks, taken_over
-from mindspeed_rl_plugin.checks.taken_over import ADAPTERS, BESIDE_ADAPTERS, TAKEN_OVER, take_over
+from mindspeed_rl_plugin.checks.taken_over import BESIDE_ADAPTERS, LORA_OF_LLM, TAKEN_OVER, take_over
 from mindspeed_rl_plugin.config.flag import spelt
 
 pytestmark = pytest.mark.quick
@@ -158,7 +158,7 @@ def test_mindspeed_patches_nothing_for_what_was_taken_over(order):
 def test_what_mindspeed_patches_by_is_known():
     """Of what is taken over, no other flag stands where features of MindSpeed and MindSpeed-LLM choose patches."""
     tables = (TAKEN_OVER | BESIDE_ADAPTERS).values()
-    taken = {flag.partition("=")[0] for flags in tables for flag in flags.split()} | {*ADAPTERS}
+    taken = {flag.partition("=")[0] for flags in tables for flag in flags.split()} | {*LORA_OF_LLM}
     files = [
         file
         for name in ("MINDSPEED_PATH", "MINDSPEED_LLM_PATH")

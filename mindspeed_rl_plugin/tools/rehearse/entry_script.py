@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from mindspeed_rl_plugin.checks.taken_over import ADAPTERS, TAKEN_OVER
+from mindspeed_rl_plugin.checks.taken_over import LORA_OF_LLM, TAKEN_OVER
 from mindspeed_rl_plugin.tools.patch import core_version
 from mindspeed_rl_plugin.tools.rehearse.capture import CapturedLaunch
 from mindspeed_rl_plugin.tools.rehearse.command_line import Flags
@@ -91,11 +91,11 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
 
 def pretraining(script: Path, flags: Flags) -> Path:
     """The script that makes the checkpoint which `script` loads: `script` or, if it is for fine-tuning, the pretraining
-    script. Removes from `flags` --stage and the flags that RL takes over (`TAKEN_OVER`, `ADAPTERS`), except --mock-data
+    script. Removes from `flags` --stage and the flags that RL takes over (`TAKEN_OVER`, `LORA_OF_LLM`), except --mock-data
     and --split."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
     taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
-    flags.apply("of training without RL", " ".join(("--stage", *ADAPTERS, *taken)))
+    flags.apply("of training without RL", " ".join(("--stage", *LORA_OF_LLM, *taken)))
     other = script.with_name(_PRETRAINING)
     if script.name != _FINE_TUNING or not other.is_file():
         return script
