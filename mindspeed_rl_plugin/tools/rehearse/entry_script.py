@@ -91,8 +91,8 @@ def find_entry(launch: CapturedLaunch, launch_script: Path, scratch: Path) -> En
 
 def pretraining(script: Path, flags: Flags) -> Path:
     """The script that makes the checkpoint which `script` loads: `script` or, if it is for fine-tuning, the pretraining
-    script. Removes from `flags` --stage and the flags that RL takes over (`TAKEN_OVER`, `LORA_OF_LLM`), except --mock-data
-    and --split."""
+    script. Removes from `flags` --stage and the flags that RL takes over (`TAKEN_OVER`, `LORA_OF_LLM`), except
+    --mock-data and --split."""
     theirs = {flag for row in TAKEN_OVER.values() for flag in row.split()} - {"--mock-data", "--split"}
     taken = (name for name, _, value in (flag.partition("=") for flag in theirs) if value in ("", flags.get(name)))
     flags.apply("of training without RL", " ".join(("--stage", *LORA_OF_LLM, *taken)))
