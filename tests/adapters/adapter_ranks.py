@@ -2,8 +2,9 @@
 same weights, of which each matrix is W + scale x B A.
 
 Arguments: a folder for files, JSON `{case: {"family": name, "layout": fields of `Parallel`, "flags": Megatron's, maybe
-"targets": names}}`. All is float64. Prints `CASE WORST NAME`: the largest difference of the loss and of a gradient, as
-a share of the gradient.
+"targets": names, "layers": number, "peft": whether its modules give the gradients}}`. All is float64. Prints `CASE
+WORST NAME NUMBER`: the largest difference of the loss and of a gradient, as a share of the gradient, and the number of
+factors.
 """
 
 import json
@@ -23,6 +24,8 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron_models import built, parsed  # noqa: E402
+from peft import LoraConfig as PeftConfig  # noqa: E402
+from peft import get_peft_model  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from mindspeed_rl_plugin.adapters.adapted_chunks import BaseModel, adapters_of, attaching  # noqa: E402
@@ -91,6 +94,19 @@ def theirs(model, factors, tokens):
         {name: [t.grad for t in pair] for name, pair in factors.items()},
         loss_of(model(tokens).logits, tokens).item(),
     )
+
+
+def of_peft(model, factors, tokens):
+    """Gradients of the factors in peft's own modules."""
+    kinds = sorted({name.rpartition(".")[2] for name in factors})
+    made = get_peft_model(model, PeftConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=kinds)).double()
+    named, found = dict(made.named_parameters()), {}
+    for name, pair in factors.items():
+        found[name] = [named[f"base_model.model.{name}.lora_{x}.default.weight"] for x in "AB"]
+        for weight, values in zip(found[name], pair, strict=True):
+            weight.data.copy_(values)
+    loss_of(made(tokens).logits, tokens).backward()
+    return {name: [weight.grad for weight in pair] for name, pair in found.items()}
 
 
 def loss_of(logits, tokens):
@@ -197,6 +213,8 @@ def check(case, folder):
     tokens = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(5))
     expected, gradients, plain = theirs(model.train(), factors, tokens)
     assert abs(expected - plain) > 1e-3
+    if case.get("peft"):
+        gradients = of_peft(model, factors, tokens)
     worst = []
     with torch.no_grad(), BaseModel().swapped_into(chunks):
         found = ours(chunks, tokens, forward_only=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkouts import checkouts
 from torch.nn import Linear, Module
 
 from mindspeed_rl_plugin.adapters.adapted_chunks import BaseModel, check_ran
@@ -29,7 +30,7 @@ ORDINARY = {
 }
 SLOW = {
     1: {
-        "dense": dict(family="mistral"),
+        "dense, peft": dict(family="mistral", peft=True),
         "experts": dict(family="qwen2_moe"),
         "latent": dict(family="deepseek_v2"),
         "some": dict(family="qwen2_moe", targets=["linear_qkv", "experts.down_proj"]),
@@ -48,6 +49,9 @@ SLOW = {
         "TP, EP, ETP": dict(family="qwen2_moe", layout=dict(tp=2, ep=2, etp=2), flags=SP),
     },
 }
+# Of older Megatron, which has fewer models.
+UPSTREAM = {name: ORDINARY[2][name] for name in ("TP, SP, full recompute",)}
+UPSTREAM |= {"experts": dict(family="mixtral", layout=dict(tp=2, ep=2, etp=1), flags=SP)}
 LATENT = 1e-6  # transformers' rotary angles of latent attention are float32
 
 
@@ -70,6 +74,12 @@ def test_gradients_are_those_of_the_makers_model(torchrun, tmp_path, ranks):
 @pytest.mark.parametrize("ranks", SLOW)
 def test_more_gradients(torchrun, tmp_path, ranks):
     check_gradients(torchrun, tmp_path, ranks, SLOW[ranks])
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("checkout", checkouts(), ids=lambda p: p.name)
+def test_gradients_in_other_megatron_versions(torchrun, tmp_path, checkout):
+    check_gradients(torchrun, tmp_path, 2, UPSTREAM, PYTHONPATH=str(checkout), cold=True)
 
 
 def model_shape(family, **more):
