@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -218,10 +219,10 @@ class Adapters(Module):
         each = (one.sharded_state_dict(f"{prefix}{name}.") for name, one in self.named_children())
         return {name: sharded for factors in each for name, sharded in factors.items()}
 
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name in the chunk and merged tensor of every weight with an adapter; nothing while adapters are off."""
+    def merging(self) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+        """Name in the chunk of every weight with an adapter, and what merges it; nothing while adapters are off."""
         for one in self.modules_of if self.enabled else ():
-            yield from ((f"{one.path}.{name}", one.merged(name)) for name in one.attributes)
+            yield from ((f"{one.path}.{name}", partial(one.merged, name)) for name in one.attributes)
 
 
 def _merged_again(one: AdaptedModule, weights: Sequence[Tensor]) -> contextlib.AbstractContextManager:

@@ -115,12 +115,12 @@ def adapted(
     return [replace(one, of=shape.experts) if one.experts else one for one in made]
 
 
-def adapter_numels(shape: ModelShape, parallel: Parallel, rank: int, lora: LoraConfig) -> tuple[int, int, int]:
-    """Elements on a trainer rank: of factors, of routed experts' factors among them, of weights with an adapter."""
+def adapter_numels(shape: ModelShape, parallel: Parallel, rank: int, lora: LoraConfig) -> tuple[int, int, list[int]]:
+    """Elements on a trainer rank: of factors, of routed experts' factors among them, of each weight with an adapter."""
     each = adapted(shape, parallel, rank, (IMPLS[0], EXPERTS[0]), lora.target_names) if lora.lora_rank else []
     factors = [(m.experts, sum(map(prod, m.factor_shapes(lora.lora_rank)))) for m in each]
     weights = {f"{m.module}.{attribute}" for m in each for attribute, _ in m.stored}
-    merged = sum(prod(megatron_layout(shape, parallel, rank).shapes[name]) for name in weights)
+    merged = [prod(megatron_layout(shape, parallel, rank).shapes[name]) for name in weights]
     return sum(n for _, n in factors), sum(n for experts, n in factors if experts), merged
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,22 +42,42 @@ _ROUTER_BUFFERS = tuple(
 _MOVED = {"final_layernorm.weight": "decoder.final_layernorm.weight"}
 
 
-def stored_parameters(model_chunks: Sequence[Module]) -> dict[str, Tensor]:
-    """Name -> tensor of all weights of Megatron's chunks, named as `megatron_layout` names them.
+class StoredParameters(dict[str, Tensor]):
+    """Name -> tensor. Where the weight has LoRA adapters, `[name]` merges them into a new tensor; the last one is kept.
+
+    Iteration gives the tensors without adapters, which have the same shapes and dtypes: so nothing is merged for these.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.merging: dict[str, Callable[[], Tensor]] = {}
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.merging:
+            return super().__getitem__(name)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # frees the memory first
+            self._last = name, self.merging[name]()
+        return self._last[1]
+
+
+def stored_parameters(model_chunks: Sequence[Module]) -> StoredParameters:
+    """All weights of Megatron's chunks, named as `megatron_layout` names them.
 
     These are parameters, and buffers that a family's table lists (the router's expert bias). Layers for multi-token
     prediction are left out, since no engine uses them; so is their copy of the embedding on the last pipeline stage.
-    Weights with LoRA adapters are new tensors, into which these are merged.
     """
-    out = {}
+    out = StoredParameters()
     for i, chunk in enumerate(model_chunks):
         model, prefix = unwrap(chunk), chunk_prefix(i, len(model_chunks))
         skipped = mtp_only(getattr(model, "mtp", None) is not None, getattr(model, "pre_process", True))
+        skipped += (f"{ADAPTERS}.",)
         buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_ROUTER_BUFFERS))
-        adapters = getattr(model, ADAPTERS, None)
-        merged = adapters.merged() if adapters is not None else ()
-        named, skipped = (*model.named_parameters(), *buffers, *merged), (*skipped, f"{ADAPTERS}.")
+        named = (*model.named_parameters(), *buffers)
         out |= {prefix + table_name(name): tensor.data for name, tensor in named if not name.startswith(skipped)}
+        if (adapters := getattr(model, ADAPTERS, None)) is not None:
+            out.merging |= {prefix + table_name(name): merge for name, merge in adapters.merging()}
     return out
 
 

@@ -15,6 +15,7 @@ from mindspeed_rl_plugin.layout.families import FAMILIES
 from mindspeed_rl_plugin.layout.layout import Segment, canonical_tensors
 from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.shape import ModelShape
+from mindspeed_rl_plugin.weights.live import stored_parameters
 
 SP = "--sequence-parallel"
 FULL = f"{SP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -188,9 +189,20 @@ def test_autograd_keeps_no_merged_weight():
 def test_a_merge_is_rounded_once(dtype):
     """To the nearest number of the dtype: within one unit in the last place of a merge in float64."""
     chunk, one = adapted_chunk(dtype)
-    ((name, found),) = chunk.rl_lora.merged()
+    ((name, found),) = ((name, merged()) for name, merged in chunk.rl_lora.merging())
     exact = by_hand(one, chunk.linear.weight)
     assert name == "linear.weight" and torch.equal(found, exact.to(dtype))
+
+
+def test_stored_parameters_are_merged_when_they_are_read():
+    """One at a time; their shapes cost nothing."""
+    chunk, one = adapted_chunk()
+    stored = stored_parameters([chunk])
+    assert [*stored] == ["linear.weight"] and stored["linear.weight"] is stored["linear.weight"]
+    assert [t.data_ptr() for t in stored.values()] == [chunk.linear.weight.data_ptr()]
+    torch.testing.assert_close(stored["linear.weight"], by_hand(one, chunk.linear.weight), rtol=0, atol=1e-12)
+    with BaseModel().swapped_into([chunk]):
+        assert torch.equal(stored_parameters([chunk])["linear.weight"], chunk.linear.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

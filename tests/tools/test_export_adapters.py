@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.nn import Module, Parameter
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mindspeed_rl_plugin.adapters.adapters import CHILD, AdaptedModule, Adapters, Place
+from mindspeed_rl_plugin.adapters.adapters import AdaptedModule, Adapters, RankPlace
 from mindspeed_rl_plugin.adapters.targets import adapted
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import TRACKER, write_state
 from mindspeed_rl_plugin.checkpoints.reference_digest import CheckpointDigest
@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.config.flag import split_words
 from mindspeed_rl_plugin.layout.layout import ModelShape, Parallel, megatron_layout
 from mindspeed_rl_plugin.layout.parallel import chunk_prefix
 from mindspeed_rl_plugin.tools.convert.checkpoint import MODEL_FILE, Checkpoint, rank_folders
+from mindspeed_rl_plugin.weights.live import ADAPTERS
 
 RANK, ALPHA = 4, 6.0
 SIZES = dict(vocab_size=250, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4)
@@ -76,14 +77,17 @@ def trained(convert, parallel, kinds, weights, targets=(), whole=None):
     for rank in range(parallel.world):
         layout, state = megatron_layout(shape, parallel, rank, *kinds), {"args": args}
         for i in range(parallel.vpp):
-            prefix, place = chunk_prefix(i, parallel.vpp), Place(parallel.coordinates(rank), parallel.cp, None, None)
+            prefix, place = (
+                chunk_prefix(i, parallel.vpp),
+                RankPlace(parallel.coordinates(rank), parallel.cp, None, None),
+            )
             held = adapted(shape, parallel, rank, kinds, split_words(targets))
             adapters = with_adapters(Chunk(layout, prefix, weights), prefix, held, place)
-            for name, tensor in adapters.merged():
+            for name, tensor in ((name, merged()) for name, merged in adapters.merging()):
                 for s in layout[prefix + name]:
                     merged[s.name].narrow(s.axis, s.start, s.size).copy_(s.view(tensor, s.start, s.size))
             adapters.store(base=False)
-            state[f"model{i}" if parallel.vpp > 1 else "model"] = adapters.state_dict(prefix=f"{CHILD}.")
+            state[f"model{i}" if parallel.vpp > 1 else "model"] = adapters.state_dict(prefix=f"{ADAPTERS}.")
             for part in adapters.sharded_state_dict().values() if whole is not None else ():
                 at = zip(part.global_offset, part.local_shape, strict=True)
                 entry = whole.setdefault(part.key, torch.zeros(part.global_shape))

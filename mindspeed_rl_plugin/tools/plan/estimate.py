@@ -5,6 +5,7 @@ For devices it counts weights, gradients and optimizer state of the fullest devi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -64,7 +65,8 @@ class TrainerBytes(NamedTuple):
     gradients: int = 0
     optimizer: int = 0
     parked: int = 0  # bytes of optimizer state that MindSpeed stores on the host
-    merged: int = 0  # bytes of the weights with LoRA adapters, which a transfer has once more
+    # most bytes of merged weights (LoRA) that a transfer has at a time: the largest, and those of two buckets
+    merged: int = 0
 
     @property
     def device(self) -> int:
@@ -186,10 +188,11 @@ def _fullest(run: PlannedRun) -> tuple[TrainerBytes, TrainerBytes]:
     spread, expert_spread = (train.dp * train.cp, train.edp) if run.distributed else (1, 1)
     state_bytes = ADAM_BYTES[run.itemsize] - (run.reused if run.itemsize == 2 else 0)
 
-    def held(weights: int, trained: int, experts: int, merged: int = 0) -> TrainerBytes:
+    def held(weights: int, trained: int, experts: int, merged: Sequence[int] = ()) -> TrainerBytes:
         state = state_bytes * (-(-(trained - experts) // spread) + -(-experts // expert_spread))
         parked, state = (state, -(-state // run.pieces)) if run.pieces else (0, state)
-        return TrainerBytes(weights * run.itemsize, trained * run.grad_bytes, state, parked, merged * run.itemsize)
+        most = min(sum(merged) * run.itemsize, max(merged, default=0) * run.itemsize + 2 * run.bucket_bytes)
+        return TrainerBytes(weights * run.itemsize, trained * run.grad_bytes, state, parked, most)
 
     devices = []
     layouts = ((rank, megatron_layout(run.shape, train, rank)) for rank in range(train.world))

@@ -257,7 +257,7 @@ class _Shown:
             describe_adapters(run.shape, run.lora),
             f"LoRA saves {unit(whole.update - f.update)} {self.name} of gradients and optimizer per device, per host "
             f"{unit(host)}; a checkpoint, with optimizer, takes about {unit(files[0])} instead of {unit(files[1])}",
-            "merge: while weights are sent, or checked before a checkpoint, a device of the trainer also has "
+            "merge: while weights are sent, or checked before a checkpoint, a device of the trainer also has at most "
             f"{unit(f.policy.merged)} {self.name} of merged weights; engines have merged weights only, "
             f"{unit(f.generate)} as without LoRA",
         ]
