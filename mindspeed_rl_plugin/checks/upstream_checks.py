@@ -39,7 +39,7 @@ OUTSIDE_OF_LAYERS = {
     "moe_zero_memory": "runs parts of a layer outside of its forward pass",
 }
 _CAPACITY = {"moe_expert_capacity_factor": "experts have places for fewer tokens than the rows have"}
-EXPERTS_OUTSIDE = {
+_EXPERTS_OUTSIDE = {
     "swap_attention": "recomputes experts outside of their layer's forward pass",
     "moe_alltoall_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
     "moe_allgather_overlap_comm": "with --moe-layer-recompute it recomputes experts by itself",
@@ -204,7 +204,7 @@ def router_replay(args: Any, config: RLConfig) -> Iterator[str]:
 def _experts_outside(args: Any) -> dict[str, str]:
     """Attributes with which experts are recomputed, or routed, where hooks do not run, and the reasons."""
     again = getattr(args, "moe_layer_recompute", False)
-    names = {name: what for name, what in EXPERTS_OUTSIDE.items() if again or not name.endswith("_overlap_comm")}
+    names = {name: what for name, what in _EXPERTS_OUTSIDE.items() if again or not name.endswith("_overlap_comm")}
     kinds = getattr(args, "moe_router_load_balancing_type", None), getattr(args, "moe_token_dispatcher_type", None)
     return names | (_GATHERED if kinds == ("pai_megatron_aux_loss", "allgather") else {})
 
