@@ -38,11 +38,7 @@ def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Modu
         kinds = trainer_storage(shape, parallel, rank, live, only=prefix)
         mine = (m for m in adapted(shape, parallel, rank, kinds, config.target_names) if m.module.startswith(prefix))
         matrices = [replace(m, module=m.module.removeprefix(prefix)) for m in mine]
-        if not matrices:
-            raise ValueError(
-                f"rank {rank} holds a part of the model without an adapter, and Megatron cannot train it: give a "
-                "--rl-lora-targets that every layer has, such as o_proj, or fewer pipeline stages"
-            )
+        assert matrices, "lora_checks refuses stages without an adapter"
         _freeze(chunk, args)
         modules = [
             AdaptedModule(path, chunk.get_submodule(path), [m for m in matrices if m.module == path], config.lora_rank,
@@ -50,7 +46,7 @@ def attaching(config: LoraConfig, args: Namespace, vocab: int) -> Callable[[Modu
             for path in dict.fromkeys(m.module for m in matrices)
         ]  # fmt: skip
         chunk.add_module(ADAPTERS, Adapters(chunk, modules))
-        _store_factors_only(chunk)
+        _store_one_part(chunk)
         return chunk
 
     return attach
@@ -64,11 +60,11 @@ def adapters_of(chunks: Sequence[Module]) -> list[Adapters]:
 def store(chunks: Sequence[Module], base: bool) -> None:
     """From now on state dicts of the chunks hold and take only W (base), or only the factors."""
     for one in adapters_of(chunks):
-        one.store(base)
+        one.stored = "base" if base else "factors"
 
 
 def check_ran(chunks: Sequence[Module]) -> None:
-    """After a step: raises ValueError if a layer ran, or its backward, without its adapter: it would not learn."""
+    """After the first step: raises ValueError if a layer, or its backward, ran without its adapter."""
     idle = [
         f"{one.path} ({'backward' if one.calls else 'forward'})"
         for adapters in adapters_of(chunks)
@@ -78,7 +74,8 @@ def check_ran(chunks: Sequence[Module]) -> None:
     if idle:
         raise ValueError(
             f"{len(idle)} linear modules did not run with their adapters in the first step: {', '.join(idle[:4])}; a "
-            "flag of this launch uses their weights outside of them: name others with --rl-lora-targets, and report it"
+            "flag of this launch uses their weights outside of them: leave it out, or leave these modules out of "
+            "--rl-lora-targets"
         )
 
 
@@ -105,8 +102,9 @@ def _freeze(chunk: Module, args: Namespace) -> None:
         for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
             if getattr(module, name, False):
                 setattr(module, name, False)
-    args.gemm_gradient_accumulation_fusion = False  # MindSpeed's, read in each call
-    args.moe_router_bias_update_rate = chunk.config.moe_router_bias_update_rate = 0.0
+    for owner in (args, chunk.config):
+        owner.moe_router_bias_update_rate = 0.0
+        owner.gemm_gradient_accumulation_fusion = False  # MindSpeed's
     embedding = getattr(chunk, "embedding", None)
     if embedding is not None:
         embedding.register_forward_hook(_let_gradients_pass)
@@ -126,30 +124,31 @@ def _place(parallel: Parallel, rank: int) -> RankPlace:
 
     tensor = parallel_state.get_tensor_model_parallel_group() if parallel.tp > 1 else None
     experts = parallel_state.get_expert_tensor_parallel_group() if parallel.expert_tp > 1 else None
-    return RankPlace(parallel.coordinates(rank), parallel.cp, tensor, experts)
+    own_experts = parallel.expert_tp != parallel.tp and not parallel.tp_in_ep
+    return RankPlace(parallel.coordinates(rank), parallel.cp, own_experts, tensor, experts)
 
 
-def _store_factors_only(chunk: Module) -> None:
-    """Let state dicts of the chunk hold the factors only, while `Adapters.of_base` is not set."""
-    adapters, sharded = getattr(chunk, ADAPTERS), chunk.sharded_state_dict
-    own = f"{ADAPTERS}."
+def _store_one_part(chunk: Module) -> None:
+    """Let state dicts of the chunk hold and take what `Adapters.stored` says."""
+    adapters, sharded, own = getattr(chunk, ADAPTERS), chunk.sharded_state_dict, f"{ADAPTERS}."
 
-    def without_base(_: Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-        for name in () if adapters.base_stored else list(state):
-            if not name.startswith(prefix + own):
+    def only_stored(_: Any, state: dict[str, Any], prefix: str = "", *__: Any) -> None:
+        for name in list(state) if adapters.stored != "all" else ():
+            if name.startswith(prefix + own) == (adapters.stored == "base"):
                 del state[name]
 
-    def with_base(state: dict[str, Any], prefix: str, *_: Any) -> None:
-        if not adapters.base_stored:
-            adapters.store(base=True)
-            state.update(chunk.state_dict(prefix=prefix, keep_vars=True))
-            adapters.store(base=False)
+    def with_the_rest(state: dict[str, Any], prefix: str, *_: Any) -> None:
+        adapters.stored, before = "all", adapters.stored
+        for name, tensor in chunk.state_dict(prefix=prefix, keep_vars=True).items():
+            state.setdefault(name, tensor)
+        adapters.stored = before
 
     def sharded_state_dict(prefix: str = "", *given: Any, **named: Any) -> Mapping[str, Any]:
-        if adapters.base_stored:
-            return sharded(prefix, *given, **named)
-        return adapters.sharded_state_dict(prefix + own)
+        if adapters.stored == "factors":
+            return adapters.sharded_state_dict(prefix + own)
+        only_stored(chunk, state := sharded(prefix, *given, **named), prefix)
+        return state
 
-    chunk._register_state_dict_hook(without_base)
-    chunk._register_load_state_dict_pre_hook(with_base)
+    chunk._register_state_dict_hook(only_stored)
+    chunk._register_load_state_dict_pre_hook(with_the_rest)
     chunk.sharded_state_dict = sharded_state_dict

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,7 @@ class RankPlace:
 
     at: Coordinates
     cp: int  # context parallel size
+    own_experts: bool  # whether experts are cut in another way than the rest, so other ranks have copies of them
     tensor: dist.ProcessGroup | None  # None: a single rank
     expert_tensor: dist.ProcessGroup | None
 
@@ -69,8 +71,7 @@ class AdaptedModule(Module):
         self.path, self.matrices, self.scale, self.place = path, matrices, scale, place
         self._base = (module,)  # in a tuple, so that it is no child
         self.attributes = list(dict.fromkeys(name for m in matrices for name, _ in m.stored))
-        self.of_base = True  # whether state dicts leave the factors out
-        self.calls = self.backwards = 0
+        self.calls = self.backwards = 0  # backwards: those in which each weight had a gradient
         self.factors: list[Parameter] = []  # A and B of each matrix
         for matrix in matrices:
             for name, factor in zip("AB", self._made(matrix, rank, seed), strict=True):
@@ -125,26 +126,21 @@ class AdaptedModule(Module):
             for attribute in ("allreduce", "sequence_parallel"):
                 if hasattr(base, attribute):
                     setattr(made, attribute, getattr(base, attribute))
-            if matrix.axis is not None:
-                made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, 1 + matrix.axis, 1
+            if matrix.experts and self.place.own_experts:
+                made.allreduce = False  # Megatron up to 0.18 says so only with several expert parallel ranks
+            if matrix.axis is not None or matrix.experts:  # tensor parallel ranks have other parts, or other experts
+                made.tensor_model_parallel, made.partition_dim, made.partition_stride = True, 1 + (matrix.axis or 0), 1
                 # Megatron's norm counts a factor that several ranks have only where it is not "shared".
-                made.shared = not matrix.splits(name) and self.place.peer(matrix) > 0
+                copied = matrix.axis is not None and not matrix.splits(name)
+                made.shared = copied and self.place.peer(matrix) > 0
             yield made
-
-    def _save_to_state_dict(self, *given: Any, **named: Any) -> None:
-        if not self.of_base:
-            super()._save_to_state_dict(*given, **named)
-
-    def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
-        if not self.of_base:
-            super()._load_from_state_dict(*given, **named)
 
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
         """Of the factors, in Megatron's distributed checkpoints."""
         from megatron.core.dist_checkpointing import ShardedTensor
 
         out = {}
-        for i, factor in enumerate(() if self.of_base else self.factors):
+        for i, factor in enumerate(self.factors):
             matrix, name = self.matrices[i // 2], "AB"[i % 2]
             whole, at = matrix.in_whole(name, factor.shape)
             parts = zip(range(3), at, factor.shape, whole, strict=True)
@@ -170,7 +166,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.module.backwards += 1
+        ctx.module.backwards += all(gradient is not None for gradient in gradients)
         return None, *ctx.module.gradients(gradients)
 
 
@@ -180,6 +176,7 @@ class Adapters(Module):
     def __init__(self, chunk: Module, modules: Sequence[AdaptedModule]) -> None:
         super().__init__()
         self.enabled, self.modules_of = True, list(modules)
+        self.stored = "base"  # what state dicts of the chunk hold and take: "base" (W), "factors" or "all"
         for i, one in enumerate(modules):
             self.add_module(str(i), one)
             self._hook(one, chunk.get_submodule(one.path))
@@ -204,16 +201,6 @@ class Adapters(Module):
         linear.register_forward_pre_hook(enter)
         linear.register_forward_hook(leave, always_call=True)
 
-    @property
-    def base_stored(self) -> bool:
-        """Whether state dicts of the chunk hold and take only W; else they hold and take only the factors."""
-        return self.modules_of[0].of_base
-
-    def store(self, base: bool) -> None:
-        """Set `base_stored`."""
-        for one in self.modules_of:
-            one.of_base = base
-
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, Any]:
         """The factors for Megatron's distributed checkpoints, which any layout can load."""
         each = (one.sharded_state_dict(f"{prefix}{name}.") for name, one in self.named_children())
@@ -228,13 +215,25 @@ class Adapters(Module):
 def _merged_again(one: AdaptedModule, weights: Sequence[Tensor]) -> contextlib.AbstractContextManager:
     """A context in which autograd does not keep merged weights, but merges them again in the backward pass."""
     names = {w.untyped_storage().data_ptr(): name for w, name in zip(weights, one.attributes, strict=True)}
+    left, made = Counter[str](), dict[str, Tensor]()  # copies that are still to be read, and what was merged for them
 
     def pack(tensor: Tensor) -> Any:
         name = names.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
-        return tensor if name is None else (name, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if name is None:
+            return tensor
+        left[name] += 1
+        return name, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else one.merged(kept[0]).as_strided(*kept[1:])
+        if isinstance(kept, Tensor):
+            return kept
+        name, *place = kept
+        left[name] -= 1
+        weight = made.pop(name, None)
+        weight = one.merged(name) if weight is None else weight
+        if left[name] > 0:
+            made[name] = weight
+        return weight.as_strided(*place)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mindspeed_rl_plugin.adapters.targets import adapted, matrices, target_names, unknown_targets
+from mindspeed_rl_plugin.adapters.targets import adapted, linear_rows, matrices, target_names, unknown_targets
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.checks.upstream_checks import OUTSIDE_OF_LAYERS, do_not_fit
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS
-from mindspeed_rl_plugin.layout.parallel import Parallel
+from mindspeed_rl_plugin.layout.family_table import EXPERTS, IMPLS, Split
+from mindspeed_rl_plugin.layout.parallel import Parallel, chunk_prefix
 from mindspeed_rl_plugin.layout.shape import ModelShape
 
 _OTHER_WAYS = {
     "mla_mm_split": "stores a matrix in two pieces",
     "schedules_method": "its pipeline was not tested with adapters",
+    "defer_embedding_wgrad_compute": "waits for gradients of the head, which is frozen",
     "reuse_fp32_param": "its weights share memory with main parameters, which a frozen weight lacks",
 } | dict.fromkeys(
     ("moe_alltoall_overlap_comm", "moe_allgather_overlap_comm", "swap_attention"),
@@ -45,13 +46,23 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
         return
     if rank > (most := max(min(size) for _, size in matrices(shape, targets))):
         yield f"{flag} is more than any of its matrices has rows or columns ({most}); lower it"
-    if shape.table.mla or tp <= shape.groups:
-        adapted(shape, Parallel.from_megatron_args(args), 0, (IMPLS[0], EXPERTS[0]), targets)
-    else:
+    heads = any(row.split is Split.QUERY_GROUPS for row in linear_rows(shape, targets))
+    if heads and tp > shape.groups:
         yield (
             f"{flag} with --tensor-model-parallel-size {tp}: ranks would have parts of a query group (there are "
             f"{shape.groups}); give at most {shape.groups}"
         )
+        return
+    parallel = Parallel.from_megatron_args(args)
+    for stage in range(parallel.pp):
+        rank = next(r for r in range(parallel.world) if parallel.coordinates(r).pp == stage)
+        modules = [m.module for m in adapted(shape, parallel, rank, (IMPLS[0], EXPERTS[0]), targets)]
+        for chunk in range(parallel.vpp):
+            if not any(name.startswith(chunk_prefix(chunk, parallel.vpp)) for name in modules):
+                yield (
+                    f"{flag}: pipeline stage {stage} has no matrix with an adapter, so nothing to train; give "
+                    "--rl-lora-targets that every stage has (without the flag: all), or another division of the layers"
+                )
 
 
 def notes(args: Any, config: RLConfig) -> Iterator[str]:

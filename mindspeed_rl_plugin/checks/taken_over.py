@@ -58,7 +58,7 @@ LORA_OF_LLM = {
 BESIDE_ADAPTERS = {
     "off: with adapters the weights are frozen, and have no main parameters to share memory with": "--reuse-fp32-param",
     "off: with it experts run outside of their layer, where they have no adapters; the update is slower": """
-        --moe-alltoall-overlap-comm --moe-allgather-overlap-comm
+        --moe-alltoall-overlap-comm --moe-allgather-overlap-comm --moe-zero-memory --moe-zero-memory-num-layers
     """,
 }
 # MindSpeed accepts flags that begin with NEED_ONE only together with BY_EXPERTS or OVERLAPPED.
@@ -94,6 +94,7 @@ UNTESTED = """
 _PATCHING = (
     *("--reset-attention-mask", "--disable-gloo-group", "--moe-fb-overlap", "--lora-target-modules"),
     *("--reuse-fp32-param", "--moe-alltoall-overlap-comm", "--moe-allgather-overlap-comm"),
+    "--moe-zero-memory",
 )
 
 _lines: list[str] = []

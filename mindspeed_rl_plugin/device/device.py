@@ -59,8 +59,8 @@ class Device:
 
     @property
     def merge_dtype(self) -> torch.dtype:
-        """The widest dtype in which the device multiplies matrices."""
-        return torch.float32 if self.kind == "npu" else torch.float64
+        """The dtype in which adapters are merged: float64 moves twice the bytes, and an NPU cannot multiply in it."""
+        return torch.float64 if self.is_cpu else torch.float32
 
     def current(self) -> torch.device:
         """The current device of this process, with its index."""

@@ -237,6 +237,7 @@ def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict
     def decided() -> Start:
         start = decide(args)
         if start.kind == "pretrained":
+            _refuse_adapters(start.reference_path)
             check_rows(start.reference_path, vocab)
         return start
 
@@ -264,6 +265,16 @@ def _decide(args: Any, loop: Any, vocab: int, critic: bool) -> tuple[Start, dict
     return dataclasses.replace(start, reference_path=reference["path"], reference_digest=reference["digest"]), state
 
 
+def _refuse_adapters(path: str) -> None:
+    directory, iteration = files.split_iteration_dir(path)
+    known = isinstance(iteration, int) and files.has_state(directory, iteration)
+    if known and files.read_state(directory, iteration)[0]["loop"].get("adapter"):
+        raise ValueError(
+            f"--load {directory} holds adapters only (--rl-lora-rank): merge them with `python -m mindspeed_rl_plugin "
+            "export`, then `import`; to go on with them, give this directory as --save"
+        )
+
+
 def _untrained(state: Mapping[str, Any] | None) -> dict[str, bool]:
     """As `not_saved`, but for the policy's optimizer, which is not saved while only the critic is trained."""
     return {"no_load_optim": True} if state is not None and not state["loop"].get(TRAINED, True) else {}
@@ -275,18 +286,18 @@ def _load_reference(original: Callable, model: Any, at: _ProcessStart) -> None:
         if ranks.weights_digest(_parameters(model)) != start.reference_digest:
             raise ValueError(
                 "the reference of this run is its random initialisation, but this start initialises other weights; "
-                f"resume with the same --seed and parallel sizes{_or_without(at.algorithm)}"
+                f"resume with the same --seed and parallel sizes{_or_without(at)}"
             )
         return
     if start.reference_digest is None:
         raise ValueError(
             f"the reference {start.reference_path} could not be read when its digest had to be recorded, so it is "
-            f"unknown whether the reference has changed; start a new run{_or_without(at.algorithm)}"
+            f"unknown whether the reference has changed; start a new run{_or_without(at)}"
         )
     if _digest(at) != start.reference_digest:
         raise ValueError(
             f"the reference {start.reference_path} has changed since the start of this run (its SHA-256 was "
-            f"{start.reference_digest}); restore the reference{_or_without(at.algorithm)}"
+            f"{start.reference_digest}); restore the reference{_or_without(at)}"
         )
     arguments = ranks.on_rank_0(lambda: weights_arguments(start.reference_path))
     with overridden(at.args, arguments):
@@ -294,10 +305,11 @@ def _load_reference(original: Callable, model: Any, at: _ProcessStart) -> None:
     say(f"reference weights loaded from {start.reference_path} (SHA-256 {start.reference_digest[:12]})")
 
 
-def _or_without(algorithm: Algorithm) -> str:
+def _or_without(at: _ProcessStart) -> str:
     """The end of a message about a missing reference: how to resume without a reference. Algorithms that train on pairs
-    always need it."""
-    if algorithm.from_pairs:
+    always need it, and so do adapters, whose base it is."""
+    algorithm = at.algorithm
+    if algorithm.from_pairs or at.args.rl_lora_rank is not None:
         return ""
     coefficients = {"--rl-kl-loss-coef": algorithm.kl_loss_coef, "--rl-kl-reward-coef": algorithm.kl_reward_coef}
     return f", or resume with {' '.join(f'{flag} 0' for flag, value in coefficients.items() if value)}"
@@ -309,9 +321,7 @@ def _digest(at: _ProcessStart) -> str:
     try:
         digest = CheckpointDigest(at.start.reference_path).result(at.args.rl_wait_timeout)
     except ValueError as error:
-        raise ValueError(
-            f"{error}; this is the reference of this run: restore it{_or_without(at.algorithm)}"
-        ) from error
+        raise ValueError(f"{error}; this is the reference of this run: restore it{_or_without(at)}") from error
     seconds = time.monotonic() - began
     if seconds > 5:
         say(f"digest of {at.start.reference_path} took {seconds:.0f} s")
@@ -326,7 +336,7 @@ def _first_digest(at: _ProcessStart) -> str | None:
     except ValueError as error:
         say(
             f"warning: no digest of the reference is recorded ({error}), so a resume of this checkpoint cannot use the "
-            f"reference: start a new run from this checkpoint{_or_without(at.algorithm)}"
+            f"reference: start a new run{'' if at.args.rl_lora_rank else ' from this checkpoint'}{_or_without(at)}"
         )
         return None
 

@@ -23,6 +23,7 @@ from mindspeed_rl_plugin.stages.prompts import Prompts
 from mindspeed_rl_plugin.stages.stage import Stages
 from mindspeed_rl_plugin.update.pair_step import PairStep
 from mindspeed_rl_plugin.weights.host_memory import HostWeights
+from mindspeed_rl_plugin.weights.live import ADAPTERS
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Reference:
     def of_model(cls, inputs: Inputs, model: Any) -> Reference:
         """Read the reference's log-probs from disk, or else copy its weights, which the model has at this time."""
         folder = inputs.config.algorithm.dpo_reference_cache or str(Path(inputs.args.save) / "rl" / "reference")
-        digest = weights_digest((n, p) for chunk in model for n, p in chunk.named_parameters())
+        named = ((n, p) for chunk in model for n, p in chunk.named_parameters())
+        digest = weights_digest((n, p) for n, p in named if f"{ADAPTERS}." not in n)
         fingerprint = inputs.data.fingerprint + (inputs.held_out.fingerprint if inputs.held_out else "")
         key = cache_key(digest, fingerprint, inputs.forward, inputs.args.params_dtype)
         count = len(inputs.data) + (len(inputs.held_out) if inputs.held_out else 0)

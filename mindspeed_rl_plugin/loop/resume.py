@@ -52,10 +52,10 @@ def check_adapter(state: Mapping[str, Any], now: Mapping[str, Any], iteration: i
     """Refuse other adapters than those of the checkpoint. now: `adapter` of the present flags. Raises ValueError."""
     before = state.get("adapter", {})
     if before != now:
-        shown = [" ".join(f"{flag} {value}" for flag, value in each.items()) or "none" for each in (before, now)]
+        was, are = (" ".join(f"{flag} {value}" for flag, value in each.items()) for each in (before, now))
         raise ValueError(
-            f"the adapters of the checkpoint of iteration {iteration} are those of {shown[0]}, and the flags give "
-            f"{shown[1]}: resume with the former, or give another --save to begin anew"
+            f"the checkpoint of iteration {iteration} has {f'adapters of {was}' if was else 'no adapters'}, but the "
+            f"flags give {are or 'none'}: resume with the former, or give another --save to begin anew"
         )
 
 

@@ -20,7 +20,8 @@ _SCRIPTS = "flags of Megatron in the launch script: "
 FLAGS_ELSEWHERE = {
     "wandb": "Megatron's --wandb-project NAME --wandb-exp-name NAME: RL writes its metrics there too, named rl/...",
     "tensorboard": "Megatron's --tensorboard-dir DIR: RL writes its metrics there too, named rl/...",
-    "lora qlora peft adapter": "not supported: all weights are trained",
+    "lora peft adapter": "--rl-lora-rank, --rl-lora-alpha, --rl-lora-targets",
+    "qlora": "not supported: weights of 4 bits; --rl-lora-rank trains adapters",
     "deepspeed zero fsdp accelerate": _SCRIPTS + "--tensor-model-parallel-size and others, --use-distributed-optimizer",
     "lr learning-rate adam weight-decay": _SCRIPTS + "--lr, --lr-decay-style and others",
     "bf16 fp16 fp8 precision": _SCRIPTS + "--bf16 (fp16 and fp8 are refused); for the engine: --rl-engine-dtype",

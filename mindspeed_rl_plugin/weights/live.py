@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -42,24 +42,28 @@ _ROUTER_BUFFERS = tuple(
 _MOVED = {"final_layernorm.weight": "decoder.final_layernorm.weight"}
 
 
-class StoredParameters(dict[str, Tensor]):
-    """Name -> tensor. Where the weight has LoRA adapters, `[name]` merges them into a new tensor; the last one is kept.
-
-    Iteration gives the tensors without adapters, which have the same shapes and dtypes: so nothing is merged for these.
-    """
+class StoredParameters(Mapping[str, Tensor]):
+    """Name -> tensor. Where a weight has LoRA adapters, these are merged into a new tensor when it is read; the last
+    one is kept."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.plain: dict[str, Tensor] = {}  # as they lie in memory, without adapters: for shapes and dtypes
         self.merging: dict[str, Callable[[], Tensor]] = {}
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.merging:
-            return super().__getitem__(name)
+            return self.plain[name]
         if self._last is None or self._last[0] != name:
             self._last = None  # frees the memory first
             self._last = name, self.merging[name]()
         return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
 
 
 def stored_parameters(model_chunks: Sequence[Module]) -> StoredParameters:
@@ -75,7 +79,7 @@ def stored_parameters(model_chunks: Sequence[Module]) -> StoredParameters:
         skipped += (f"{ADAPTERS}.",)
         buffers = ((name, t) for name, t in model.named_buffers() if name.endswith(_ROUTER_BUFFERS))
         named = (*model.named_parameters(), *buffers)
-        out |= {prefix + table_name(name): tensor.data for name, tensor in named if not name.startswith(skipped)}
+        out.plain |= {prefix + table_name(name): tensor.data for name, tensor in named if not name.startswith(skipped)}
         if (adapters := getattr(model, ADAPTERS, None)) is not None:
             out.merging |= {prefix + table_name(name): merge for name, merge in adapters.merging()}
     return out
@@ -154,6 +158,7 @@ def engine_tensors(
 
 
 def sizes_of(live: Mapping[str, Tensor]) -> Shapes:
+    live = live.plain if isinstance(live, StoredParameters) else live
     return {name: tuple(tensor.shape) for name, tensor in live.items()}
 
 

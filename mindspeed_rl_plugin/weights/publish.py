@@ -274,7 +274,7 @@ class Publisher:
         with gathered(model_chunks):
             self._check(stored_parameters(model_chunks), "before a checkpoint")
 
-    def _check(self, source: dict[str, Tensor], when: str) -> None:
+    def _check(self, source: Mapping[str, Tensor], when: str) -> None:
         """Raises the same on all ranks: if one rank stopped alone, the others would wait for it."""
         changed, broken, layouts = self._changed(source), 0, self.weights.layouts
         if not changed:
@@ -284,7 +284,7 @@ class Publisher:
             raise ValueError(first)
         refuse_broken([broken for _, broken in found], layouts, when)
 
-    def _changed(self, source: dict[str, Tensor]) -> str:
+    def _changed(self, source: Mapping[str, Tensor]) -> str:
         """How this rank's model differs from its description; empty if it does not."""
         try:
             kinds = trainer_storage(self.weights.shape, self.weights.parallel, self.rank, source)
@@ -294,7 +294,7 @@ class Publisher:
         changed = f"rank {self.rank} stores the model as {kinds}, but its description says {described}"
         return "" if kinds == described else changed
 
-    def _copy(self, source: dict[str, Tensor], memory: Tensor) -> None:
+    def _copy(self, source: Mapping[str, Tensor], memory: Tensor) -> None:
         for block, parts in zip(self.share.blocks, self.share.parts, strict=True):
             values, axis = block.values(memory), block.segment.axis
             for (param, segment), start, stop in parts:

@@ -30,6 +30,7 @@ from mindspeed_rl_plugin.layout.transfer_plan import TransferPlan, make_plan
 from mindspeed_rl_plugin.weights.allgather import AllgatherPlan, allgather, make_allgather_plan
 from mindspeed_rl_plugin.weights.live import (
     LISTED_DIFFERENCES,
+    StoredParameters,
     engine_storage,
     engine_tensors,
     stored_parameters,
@@ -124,7 +125,7 @@ class Resharder:
         exported = self._held(source, self._sources) if self.verify else None
         self._exported = self._as_stored(source) if self.verify else []
         channel = self._channel()
-        with self._temporary.measured(*source.values(), *destination.values()):
+        with self._temporary.measured(*source.plain.values(), *destination.values()):
             self._carry_out(plan, source, destination, channel=channel, dtype=self.dtype, device=self.device)
         digest = None
         if exported is not None:
@@ -153,7 +154,7 @@ class Resharder:
         """Before a checkpoint: raises BrokenWeights on every rank if weights of any rank hold NaN or infinity."""
         self._refuse_broken(self._stored(model_chunks), "before a checkpoint")
 
-    def _stored(self, model_chunks: Sequence[Module]) -> dict[str, Tensor]:
+    def _stored(self, model_chunks: Sequence[Module]) -> StoredParameters:
         """The trainer's weights on this rank; raises if they differ from its layout."""
         source = stored_parameters(model_chunks)
         kinds = trainer_storage(self.shape, self.train, self.rank, source)

@@ -7,6 +7,7 @@ WORST NAME NUMBER`: the largest difference of the loss and of a gradient, as a s
 factors.
 """
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -19,9 +20,11 @@ sys.path.append(str(Path(__file__).parents[1] / "weights"))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from family_models import FAMILIES, HOST, SIZES, fill  # noqa: E402
+from family_configs import CONFIGS  # noqa: E402
+from family_models import HOST, SIZES, fill  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate  # noqa: E402
 from megatron.training.arguments import core_transformer_config_from_args  # noqa: E402
 from megatron_models import built, parsed  # noqa: E402
 from peft import LoraConfig as PeftConfig  # noqa: E402
@@ -155,10 +158,34 @@ def ours(chunks, tokens, forward_only=False):
     return sum(float(one["loss"]) for one in done) if done else None
 
 
+def norm_difference(held, gradients, parallel):
+    """Of all gradients: each factor is counted once by Megatron's filters and groups."""
+    total, expert_tp = 0.0, parallel_state.get_expert_tensor_parallel_group()
+    named = {"expert_tp_group": expert_tp, "tp_group": parallel_state.get_tensor_model_parallel_group()}
+    known = inspect.signature(param_is_not_tensor_parallel_duplicate).parameters
+    named = {name: group for name, group in named.items() if name in known}
+    for experts in (False, True):
+        mine = [f for m, f, _ in held if bool(m.experts) == experts]
+        if experts and parallel.expert_tp == parallel.tp:
+            assert all(f.allreduce == (parallel.ep == 1) for f in mine)
+        elif experts:
+            assert not any(f.allreduce for f in mine), "they are summed over other ranks than the rest"
+        counted = [
+            f for f in mine if not getattr(f, "shared", False) and param_is_not_tensor_parallel_duplicate(f, **named)
+        ]
+        squares = torch.tensor(sum(float(f.grad.square().sum()) for f in counted), dtype=torch.float64)
+        own = experts and (parallel.ep > 1 or (parallel.expert_tp != parallel.tp))
+        group = "expert_tensor_model_pipeline_parallel" if own else "model_parallel"
+        dist.all_reduce(squares, group=getattr(parallel_state, f"get_{group}_group")())
+        total += float(squares)
+    want = sum(float(grad.square().sum()) for pair in gradients.values() for grad in pair) * parallel.dp**2
+    return abs(total / want - 1)
+
+
 def check(case, folder):
     """Largest relative difference."""
     torch.manual_seed(0)
-    sizes = SIZES | FAMILIES[case["family"]] | {"num_hidden_layers": case.get("layers", 2)}
+    sizes = SIZES | CONFIGS[case["family"]] | {"num_hidden_layers": case.get("layers", 2)}
     config = AutoConfig.for_model(case["family"], vocab_size=VOCAB, **sizes)
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", experts_implementation="eager"
@@ -232,6 +259,7 @@ def check(case, folder):
             grad = grad.clone()
             group = "expert_data" if matrix.experts else "data"
             dist.all_reduce(grad, group=getattr(parallel_state, f"get_{group}_parallel_group")())
+            factor.grad = grad
         copies = parallel.dp  # each has the same rows
         worst.append(
             (
@@ -239,6 +267,7 @@ def check(case, folder):
                 f"{matrix.name} {'AB'[i]}",
             )
         )
+    worst.append((norm_difference(held, gradients, parallel), "the norm by Megatron's filters"))
     parallel_state.destroy_model_parallel()
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, max(worst))

@@ -15,7 +15,7 @@ from mindspeed_rl_plugin.layout.families import FAMILIES
 from mindspeed_rl_plugin.layout.layout import Segment, canonical_tensors
 from mindspeed_rl_plugin.layout.parallel import Parallel
 from mindspeed_rl_plugin.layout.shape import ModelShape
-from mindspeed_rl_plugin.weights.live import stored_parameters
+from mindspeed_rl_plugin.weights.live import sizes_of, stored_parameters
 
 SP = "--sequence-parallel"
 FULL = f"{SP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -52,7 +52,10 @@ SLOW = {
 }
 # Of older Megatron, which has fewer models.
 UPSTREAM = {name: ORDINARY[2][name] for name in ("TP, SP, full recompute",)}
-UPSTREAM |= {"experts": dict(family="mixtral", layout=dict(tp=2, ep=2, etp=1), flags=SP)}
+UPSTREAM |= {
+    "experts": dict(family="qwen3_moe", layout=dict(tp=2, ep=2, etp=1), flags=SP),
+    "ETP": dict(family="qwen3_moe", layout=dict(etp=2)),
+}
 LATENT = 1e-6  # transformers' rotary angles of latent attention are float32
 
 
@@ -138,7 +141,7 @@ class Small(Module):
 
 
 def adapted_chunk(dtype=torch.float64, rank=2):
-    chunk, place = Small(dtype), RankPlace(Parallel(1).coordinates(0), 1, None, None)
+    chunk, place = Small(dtype), RankPlace(Parallel(1).coordinates(0), 1, False, None, None)
     parts = [
         Adapted(name, (), (4, 6), None, 0, 4, "linear", (("weight", (Segment(f"{name}.weight", 0, 0, 4, at),)),))
         for name, at in (("gate", 0), ("up", 4))
@@ -199,7 +202,8 @@ def test_stored_parameters_are_merged_when_they_are_read():
     chunk, one = adapted_chunk()
     stored = stored_parameters([chunk])
     assert [*stored] == ["linear.weight"] and stored["linear.weight"] is stored["linear.weight"]
-    assert [t.data_ptr() for t in stored.values()] == [chunk.linear.weight.data_ptr()]
+    assert stored.plain["linear.weight"].data_ptr() == chunk.linear.weight.data_ptr()
+    assert sizes_of(stored) == {"linear.weight": (8, 6)}
     torch.testing.assert_close(stored["linear.weight"], by_hand(one, chunk.linear.weight), rtol=0, atol=1e-12)
     with BaseModel().swapped_into([chunk]):
         assert torch.equal(stored_parameters([chunk])["linear.weight"], chunk.linear.weight)
@@ -222,12 +226,34 @@ def test_a_part_of_a_merge_is_the_merge_of_a_part(dtype):
     assert not torch.equal(whole, weight)
 
 
+class NoGradient(torch.autograd.Function):
+    """A linear function that adds the weight's gradient to a buffer, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, weight, x):
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
+def test_a_weight_that_is_read_twice_is_merged_once_in_the_backward():
+    chunk, one = adapted_chunk()
+    merges, merged = [], one.merged
+    one.merged = lambda name: merges.append(name) or merged(name)
+    chunk.linear.forward = lambda x: x @ chunk.linear.weight.T @ chunk.linear.weight
+    chunk(torch.randn(5, 6, dtype=torch.float64, requires_grad=True)).sum().backward()
+    assert len(merges) == 2
+
+
 def test_a_module_that_does_not_run_is_named():
     chunk, _ = adapted_chunk()
     x = torch.randn(5, 6, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"1 linear modules did not run .*: linear \(forward\)"):
         (x @ chunk.linear.weight.T).sum(), check_ran([chunk])
     out = chunk(x)
+    NoGradient.apply(chunk.rl_lora.modules_of[0]()[0], x).sum().backward()
     with pytest.raises(ValueError, match=r"linear \(backward\)"):
         check_ran([chunk])
     out.sum().backward()

@@ -63,6 +63,8 @@ def test_files_of_ranks_hold_factors_and_other_adapters_are_refused(job, moe_mod
         run.extra = own
     result = run.run()
     result.check_agreement(4, MOVED)
+    other = job("--train-iters", "4", *EP2, "--load", str(run.save), model=moe_model, name="other")
+    assert "holds adapters only (--rl-lora-rank)" in other.fail().log
 
 
 @pytest.mark.slow

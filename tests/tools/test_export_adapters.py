@@ -79,14 +79,13 @@ def trained(convert, parallel, kinds, weights, targets=(), whole=None):
         for i in range(parallel.vpp):
             prefix, place = (
                 chunk_prefix(i, parallel.vpp),
-                RankPlace(parallel.coordinates(rank), parallel.cp, None, None),
+                RankPlace(parallel.coordinates(rank), parallel.cp, False, None, None),
             )
             held = adapted(shape, parallel, rank, kinds, split_words(targets))
             adapters = with_adapters(Chunk(layout, prefix, weights), prefix, held, place)
             for name, tensor in ((name, merged()) for name, merged in adapters.merging()):
                 for s in layout[prefix + name]:
                     merged[s.name].narrow(s.axis, s.start, s.size).copy_(s.view(tensor, s.start, s.size))
-            adapters.store(base=False)
             state[f"model{i}" if parallel.vpp > 1 else "model"] = adapters.state_dict(prefix=f"{ADAPTERS}.")
             for part in adapters.sharded_state_dict().values() if whole is not None else ():
                 at = zip(part.global_offset, part.local_shape, strict=True)
