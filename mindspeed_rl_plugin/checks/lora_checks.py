@@ -36,8 +36,8 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     if getattr(args, "enable_mg2hf_convert", False):
         yield (
             f"--enable-mg2hf-convert with {flag}: it converts whole models, and these checkpoints have adapters only; "
-            "remove it, and use `python -m mindspeed_rl_plugin export` (if --load is a Hugging Face model, give "
-            "--enable-hf2mg-convert: without either MindSpeed-LLM turns both on)"
+            "remove it, and use `python -m mindspeed_rl_plugin export` (where no direction of its conversion is given, "
+            "MindSpeed-LLM turns both on)"
         )
     shape, tp = ModelShape.from_megatron_args(args, vocab=1), args.tensor_model_parallel_size
     if unknown := unknown_targets(shape, targets):

@@ -98,8 +98,10 @@ def install():
     import mindspeed_rl_plugin.loop
 
     mindspeed_rl_plugin.loop.run = module
+    from mindspeed_rl_plugin.config import RLConfig
+
     inputs = types.ModuleType("mindspeed_rl_plugin.launch.read_inputs")
-    inputs.read_inputs = lambda args: types.SimpleNamespace(vocab=1)
+    inputs.read_inputs = lambda args: types.SimpleNamespace(vocab=1, config=RLConfig.from_args(args))
     sys.modules[inputs.__name__] = inputs
 
 

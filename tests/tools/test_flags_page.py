@@ -36,7 +36,11 @@ def test_a_word_narrows_the_list(capsys):
 
 def test_words_of_other_programs_say_what_to_use(capsys):
     """Each names flags that exist, ours or of Megatron's, whose table of verdicts knows all of them."""
-    for word, text in (("wandb", "--wandb-project"), ("tensorboard_dir", "--tensorboard-dir"), ("LoRA", "supported")):
+    for word, text in (
+        ("wandb", "--wandb-project"),
+        ("tensorboard_dir", "--tensorboard-dir"),
+        ("LoRA", "--rl-lora-rank"),
+    ):
         assert flags.main([word]) == 0
         assert text in capsys.readouterr().out
     named = {name for text in flags.FLAGS_ELSEWHERE.values() for name in re.findall(r"--[a-z][a-z0-9-]+", text)}
