@@ -72,11 +72,14 @@ class AdaptedModule(Module):
         self._base = (module,)  # in a tuple, so that it is no child
         self.attributes = list(dict.fromkeys(name for m in matrices for name, _ in m.stored))
         self.calls = self.backwards = 0  # backwards: those in which each weight had a gradient
-        self.factors: list[Parameter] = []  # A and B of each matrix
         for matrix in matrices:
             for name, factor in zip("AB", self._made(matrix, rank, seed), strict=True):
                 self.register_parameter(factor_name(matrix, name), factor)
-                self.factors.append(factor)
+
+    @property
+    def factors(self) -> list[Parameter]:
+        """A and B of each matrix. Not kept: a move to a device may make new parameters."""
+        return list(self._parameters.values())
 
     def forward(self) -> tuple[Tensor, ...]:
         """The merged weights, in the order of `attributes`. Being called, it lets Megatron's hooks of modules run."""

@@ -91,12 +91,15 @@ def test_quickstart_tunes_with_the_launch_script_that_pretrained(workplace):
 
 
 def test_megatron_parses_what_the_quickstart_passes(workplace, warm_python):
-    run(workplace, "quickstart.sh", "--smoke", "--seed", "3")
+    run(workplace, "quickstart.sh", "--smoke", "--seed", "3", "--rl-lora-rank", "8", "--lr", "1e-3")
     recorded = [script_arguments(c) for c in calls(workplace)]
     result = ended(warm_python, "-c", PARSE, json.dumps(recorded))
     pretraining, tuning = json.loads(result.stdout.splitlines()[-1])
     assert pretraining["rl_algorithm"] is None and tuning["rl_algorithm"] == "grpo"
     assert pretraining["save"] == tuning["load"] == "runs/quickstart-smoke-seed3/pretrained"
+    assert (pretraining["rl_lora_rank"], tuning["rl_lora_rank"]) == (None, 8) and pretraining["lr"] != tuning[
+        "lr"
+    ] == 1e-3
     assert pretraining["seed"] != 1234 and tuning["rl_prompt_data"] != tuning["rl_eval_data"]
     for args in (pretraining, tuning):
         assert args["attention_dropout"] == args["hidden_dropout"] == 0
@@ -105,7 +108,7 @@ def test_megatron_parses_what_the_quickstart_passes(workplace, warm_python):
         assert args["use_distributed_optimizer"]
 
 
-@pytest.mark.parametrize("arguments", [["--quick"], ["--seed"]])
+@pytest.mark.parametrize("arguments", [["quick"], ["--seed"]])
 def test_quickstart_names_a_bad_argument(workplace, arguments):
     result = run(workplace, "quickstart.sh", *arguments)
     assert result.returncode != 0

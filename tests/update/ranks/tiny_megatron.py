@@ -71,7 +71,7 @@ class Job:
         self.weights = {name: t * (6 if t.dim() > 1 else 2) + ("norm" in name) for name, t in weights.items()}
         if self.critic:
             self.weights["lm_head.weight"] = self.weights["lm_head.weight"][:1]
-        live = stored_parameters(self.model)
+        live = dict(stored_parameters(self.model))
         for name, value in self.stored(dist.get_rank(), self.weights).items():
             live.pop(name).copy_(value)
         assert not live, f"without weights: {live.keys()}"
