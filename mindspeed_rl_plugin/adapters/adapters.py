@@ -71,7 +71,7 @@ class AdaptedModule(Module):
         self.path, self.matrices, self.scale, self.place = path, matrices, scale, place
         self._base = (module,)  # in a tuple, so that it is no child
         self.attributes = list(dict.fromkeys(name for m in matrices for name, _ in m.stored))
-        self.calls = self.backwards = 0  # backwards: those in which each weight had a gradient
+        self.calls = self.backwards = 0
         for matrix in matrices:
             for name, factor in zip("AB", self._made(matrix, rank, seed), strict=True):
                 self.register_parameter(factor_name(matrix, name), factor)
@@ -169,7 +169,7 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.module.backwards += all(gradient is not None for gradient in gradients)
+        ctx.module.backwards += 1
         return None, *ctx.module.gradients(gradients)
 
 
