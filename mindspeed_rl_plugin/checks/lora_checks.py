@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from mindspeed_rl_plugin.adapters.targets import adapted, linear_rows, matrices, target_names, unknown_targets
@@ -30,8 +31,9 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     if rank is None:
         return
     flag = f"--rl-lora-rank {rank}"
-    if resolve(config.algorithm).needs_critic:
-        yield f"{flag} with --rl-advantage gae: a critic would be trained as a whole; remove {flag}"
+    with suppress(ValueError):  # reported by `flag_checks`
+        if resolve(config.algorithm).needs_critic:
+            yield f"{flag} with --rl-advantage gae: a critic would be trained as a whole; remove {flag}"
     yield from do_not_fit(args, flag, _OTHER_WAYS | OUTSIDE_OF_LAYERS)
     if getattr(args, "enable_mg2hf_convert", False):
         yield (
