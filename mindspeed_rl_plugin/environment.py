@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,12 @@ def replayed() -> dict[str, Any]:
 def name_to_users(name: str, value: str) -> None:
     """Set the variable `MINDSPEED_RL_` + name for a user's code in this process and in its children."""
     os.environ[f"MINDSPEED_RL_{name}"] = value
+
+
+def users_variables(further: Sequence[str]) -> dict[str, str]:
+    """The environment of a user's command: only variables that programs need, and `further`, by their names."""
+    allowed = ("PATH", "HOME", "USER", "SHELL", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "MINDSPEED_RL_RUN", *further)
+    return {name: os.environ[name] for name in allowed if name in os.environ}
 
 
 def become_part(first: int, ranks: int, local_ranks: int) -> None:

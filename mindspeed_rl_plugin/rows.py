@@ -35,8 +35,9 @@ class SampleId(NamedTuple):
 Group = tuple[int, int]
 """Identity of one group: `epoch` and `group` of its samples."""
 
-FINISH = ("stop", "length", "abort", "turns")
-"""Why a response ended ("turns": it has the highest allowed number of turns); columns hold the index in this tuple."""
+FINISH = ("stop", "length", "abort", "turns", "time")
+"""Why a response ended ("turns": it has the highest allowed number of turns; "time": its agent did not go on in time);
+columns hold the index in this tuple."""
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.episode_flags import FUNCTION
 from mindspeed_rl_plugin.reward.reward_model import MODEL_PREFIX
 from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 
@@ -13,13 +16,14 @@ from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 def problems(args: Any, config: RLConfig) -> Iterator[str]:
     """Problems of the flags of episodes, and of other flags that episodes need."""
     flags = config.episodes
-    if not flags.environment and ENVIRONMENT in _named(config):
+    if not (flags.environment or flags.agent) and ENVIRONMENT in _named(config):
         yield f"--rl-reward {ENVIRONMENT}: there is no environment; give --rl-environment, or another reward"
     if not flags.on:
         return
     yield from _lengths(config)
     yield from _format(config)
     yield from _foreign(config)
+    yield from _agent(config)
     if flags.tools and flags.max_turns == 1:
         yield "--rl-max-turns 1 with --rl-tools: the model would never see the result of a tool; give 2 or more"
     if flags.environment_python and not flags.foreign:
@@ -38,12 +42,13 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
 
 def notes(config: RLConfig) -> Iterator[str]:
     """Notes on valid flags, one line each."""
-    environment, named = config.episodes.environment, _named(config)
-    if environment and ENVIRONMENT not in named:
+    flags, named = config.episodes, _named(config)
+    who = f"--rl-agent {flags.agent}" if flags.agent else f"--rl-environment {flags.environment}"
+    if (flags.environment or flags.agent) and ENVIRONMENT not in named:
         own = any(name not in BUILTIN and not name.startswith(MODEL_PREFIX) for name in named)
         yield (
-            f"--rl-reward {' '.join(config.graders)} lacks the reward of --rl-environment {environment}, so the "
-            "environment's reward trains nothing"
+            f"--rl-reward {' '.join(config.graders)} lacks the reward of {who}, so this reward "
+            "trains nothing"
             f"{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
             f"{ENVIRONMENT} to --rl-reward, or {ENVIRONMENT}=0 to only log it"
         )
@@ -75,6 +80,29 @@ def _foreign(config: RLConfig) -> Iterator[str]:
         yield (
             f"--rl-environment {flags.environment}: verifiers renders prompts by the chat template, which says how "
             "a turn ends; give --rl-apply-chat-template too"
+        )
+
+
+def _agent(config: RLConfig) -> Iterator[str]:
+    """Flags that do not go with an agent, and flags that it needs."""
+    flags = config.episodes
+    if not flags.agent:
+        return
+    for flag, given in {"--rl-environment": flags.environment, "--rl-tools": " ".join(flags.tools)}.items():
+        if given:
+            yield f"--rl-agent {flags.agent} with {flag} {given}: an agent has its own tools; remove one of the flags"
+    if not config.data.apply_chat_template:
+        yield f"--rl-agent {flags.agent}: the chat template makes tokens of messages; give --rl-apply-chat-template too"
+    if ":" in flags.tool_parser:
+        yield (
+            f"--rl-tool-parser {flags.tool_parser} with --rl-agent: calls are read by a parser of this package; give "
+            "hermes, llama3, deepseek or auto"
+        )
+    program = shlex.split(flags.agent)[:1]
+    if not FUNCTION.fullmatch(flags.agent) and not (program and shutil.which(program[0])):
+        yield (
+            f"--rl-agent {flags.agent}: there is no program {' '.join(program)!r} here that can be run; give a "
+            "command, or path/to/file.py:function"
         )
 
 

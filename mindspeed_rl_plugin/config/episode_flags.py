@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import FlagReader, flag
 
 VERIFIERS, OPENENV = "verifiers:", "openenv:"  # prefixes of environments that are no class in a user's file
-_of_episodes = functools.partial(flag, reader=FlagReader("--rl-tools or --rl-environment", lambda _, c: c.episodes.on))
+FUNCTION = re.compile(r"\S+\.py:\w+")  # --rl-agent that is a function; anything else is a command
+_of_episodes = functools.partial(
+    flag, reader=FlagReader("--rl-tools, --rl-environment or --rl-agent", lambda _, c: c.episodes.on)
+)
+_of_agents = functools.partial(flag, reader=FlagReader("--rl-agent", lambda _, c: bool(c.episodes.agent)))
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,25 @@ class EpisodeConfig:
         None,
         "environment that answers the model: path/to/file.py:Class, verifiers:ID or openenv:URL (docs/episodes.md); "
         "the grader `environment` of --rl-reward gives its reward",
+    )
+    agent: str | None = flag(
+        None,
+        "agent that requests the model's turns itself: a command, or path/to/file.py:function (docs/agents.md)",
+    )
+    agent_processes: int = _of_agents(
+        16, "commands of --rl-agent that an engine runs at a time", unit="processes", least=1
+    )
+    agent_memory: float = _of_agents(
+        4.0, "most memory of a command of --rl-agent and its children; above it is killed", unit="GiB", above=0
+    )
+    agent_variables: tuple[str, ...] = _of_agents(
+        (), "names of environment variables that commands of --rl-agent get, beside PATH, HOME and a few others"
+    )
+    agent_host: str = _of_agents("127.0.0.1", "address on which the gateway listens for agents")
+    agent_sampling: bool = _of_agents(
+        False,
+        "ignore the temperature and other sampling fields of agents' requests; without it, requests that ask for other "
+        "sampling than the job's get an error",
     )
     max_turns: int = _of_episodes(8, "largest number of turns of the model in one episode", unit="turns", least=1)
     max_turn_length: int | None = _of_episodes(
@@ -78,7 +102,7 @@ class EpisodeConfig:
     @property
     def on(self) -> bool:
         """Whether responses are episodes."""
-        return bool(self.tools or self.environment)
+        return bool(self.tools or self.environment or self.agent)
 
     @property
     def foreign(self) -> bool:

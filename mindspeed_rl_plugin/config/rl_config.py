@@ -46,7 +46,7 @@ class RLConfig:
     @property
     def graders(self) -> tuple[str, ...]:
         """Graders of --rl-reward; if none are given, the reward of the environment, if there is one."""
-        return self.reward.reward or (("environment",) if self.episodes.environment else ())
+        return self.reward.reward or (("environment",) if self.episodes.environment or self.episodes.agent else ())
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:

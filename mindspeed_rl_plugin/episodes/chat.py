@@ -8,6 +8,7 @@ if it has the text of a control token, this text is encoded as ordinary tokens.
 from __future__ import annotations
 
 import bisect
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mindspeed_rl_plugin.prompts.render import QUESTION, TEMPLATE_ERRORS, render
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_FORMATS = 64  # sets of tools that agents gave
 CUT = "\n[cut]"  # end of an observation that was cut
 
 
@@ -32,6 +34,7 @@ class RawFormat:
 
     most_calls: int | None = None
     close: int | None = None
+    tools: Sequence[Mapping[str, Any]] = ()  # that the template shows
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
         self._tokenizer = tokenizer
@@ -47,6 +50,10 @@ class RawFormat:
         content = messages[-1]["content"]
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
+
+    def written(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of an agent's messages, up to the start of the model's turn. Only `ChatFormat` has these."""
+        raise NotImplementedError
 
     def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of observations, up to the start of the model's next turn. last: last token of the former turn."""
@@ -99,8 +106,8 @@ class ChatFormat(RawFormat):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(tokenizer, tokenizer.get_chat_template(tools=list(tools) or None))
-        self._tools = tuple(tools)
-        close = end_of_turn(tokenizer, self._tools)
+        self.tools = tuple(tools)
+        close = end_of_turn(tokenizer, self.tools)
         if close is None:
             raise ValueError(
                 f"writes {self._tail([])[:40]!r} after the model's turn; this text does not begin with a special "
@@ -119,6 +126,9 @@ class ChatFormat(RawFormat):
         content = self._marked(last["content"], len(last["content"]) - said) if said else last["content"]
         return self._encode(self._render([*before, {**last, "content": content}]))
 
+    def written(self, messages: Sequence[ChatMessage]) -> list[int]:
+        return self._encode(self._render([self._observed(message) for message in messages]))
+
     def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
         tokens = self._encode(self._tail(messages))
         assert tokens[0] == self.close, (tokens[0], self.close)
@@ -127,11 +137,16 @@ class ChatFormat(RawFormat):
     # inside
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
-        return render_chat(self._tokenizer, messages, self._tools)
+        return render_chat(self._tokenizer, messages, self.tools)
 
-    def _observed(self, message: ChatMessage) -> ChatMessage:
-        """Mark the text of control tokens in all fields but the role: the model may have written even a tool's name."""
-        return {k: self._marked(v) if k != "role" and isinstance(v, str) else v for k, v in message.items()}
+    def _observed(self, value: Any) -> Any:
+        """A message with the text of control tokens marked in all fields but role and type: the model may have written
+        even the name of a tool."""
+        if isinstance(value, str):
+            return self._marked(value)
+        if isinstance(value, Mapping):
+            return {k: v if k in ("role", "type") else self._observed(v) for k, v in value.items()}
+        return [self._observed(one) for one in value] if isinstance(value, list) else value
 
     def _tail(self, messages: Iterable[ChatMessage], before: Sequence[ChatMessage] = (QUESTION,)) -> str:
         """The text that the template writes after the model's turn, from the token that ends the turn."""
@@ -141,7 +156,7 @@ class ChatFormat(RawFormat):
 
     def _check_tools(self) -> None:
         """Check that the template shows the tools to the model, and whether it can write several calls in a turn."""
-        if not self._tools:
+        if not self.tools:
             return
         if self._render([QUESTION]) == render_chat(self._tokenizer, [QUESTION], ()):
             raise ValueError("does not show the tools to the model: its prompts are the same with and without them")
@@ -149,7 +164,7 @@ class ChatFormat(RawFormat):
             self.most_calls = 1
 
     def _renders_calls(self, number: int) -> bool:
-        call = {"type": "function", "function": {"name": self._tools[0]["function"]["name"], "arguments": {}}}
+        call = {"type": "function", "function": {"name": self.tools[0]["function"]["name"], "arguments": {}}}
         try:
             self._render([QUESTION, {"role": "assistant", "content": "", "tool_calls": [call] * number}])
         except TEMPLATE_ERRORS:
@@ -209,3 +224,19 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
         raise ValueError(f"{where} raises {type(error).__name__}: {error}; {mend}") from error
     except ValueError as error:
         raise ValueError(f"{where} {error}; {mend}") from error
+
+
+class AgentFormats:
+    """The formats for the tools of agents' requests; agents of a job have few sets of tools."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._made = tokenizer, dict[str, RawFormat]()
+
+    def __call__(self, tools: Sequence[Mapping[str, Any]]) -> RawFormat:
+        """Raises ValueError for a chat template that cannot show these tools."""
+        key = json.dumps(tools)
+        if key not in self._made:
+            if len(self._made) >= MAX_FORMATS:
+                del self._made[next(iter(self._made))]
+            self._made[key] = make_format(self._tokenizer, "chat", tools)
+        return self._made[key]

@@ -52,6 +52,22 @@ class Unread:
 
 
 @dataclass(frozen=True)
+class TurnLimits:
+    """What an agent asks of a turn, beside the job's own limits."""
+
+    most: int | None = None  # longest turn [tokens]
+    stop: tuple[str, ...] = ()  # texts that end it
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The messages and tools (JSON schemas) with which an agent begins its conversation."""
+
+    messages: list[ChatMessage]
+    tools: list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class Turn:
     """One turn of the model."""
 
@@ -59,6 +75,8 @@ class Turn:
     logps: tuple[float, ...]
     text: str  # for the environment and graders
     attempts: tuple[Attempt, ...] | Unread = ()  # calls, malformed ones too, in order; or `Unread`
+    before: int = 0  # tokens before it
+    cut: bool = False  # whether a limit has cut it
 
 
 @dataclass
@@ -69,8 +87,12 @@ class Reply:
     messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
     # token ids of the complete next prompt, if the environment renders messages itself; else None
     prompt: tuple[int, ...] | None = None
+    opening: Opening | None = None  # instead of the prompt of the data
+    limits: TurnLimits = TurnLimits()  # of the next turn
     reward: float = 0.0  # added to the reward of the last turn
     done: bool = False  # whether the episode is over
+    finish: str | None = None  # why it is over, of `FINISH`; None: "stop", or the limit that it has reached
+    unheard: bool = False  # whether the last turn has reached nobody, so that it is not trained
     failure: str | None = None  # why the environment cannot continue
     calls: dict[str, tuple[int, int]] = field(default_factory=dict)  # tool -> number of calls, and of failed ones
     raised: dict[str, str] = field(default_factory=dict)  # tool -> its first error

@@ -141,6 +141,10 @@ class EpisodeEngine:
             self._live[sample].prompt = prompt
         for sample, tokens in plan.observations:
             self._live[sample].sees(tokens)
+        for sample, limits in plan.limits:
+            self._live[sample].limits = limits
+        for sample in plan.unheard:
+            self._live[sample].unsay()
         if plan.prompts or plan.observations or plan.over or plan.answered > self._answered:
             self._progress, self._answered = time.monotonic(), plan.answered
         self._sample([self._live[sample] for sample in plan.due])

@@ -41,7 +41,7 @@ class EpisodeKind(ResponseKind):
     reads, dumped = ("meta",), DUMPED
     limited = ("length", "prompt_length")
     graded = ("conversation", "environment")
-    ends = ("stop", "length", "turns")
+    ends = ("stop", "length", "turns", "time")
 
     def __init__(
         self,
@@ -110,7 +110,9 @@ class EpisodeKind(ResponseKind):
     def _begin_one(self, meta: Mapping[str, Any], base: int, where: str) -> None:
         seed = task_of(base, SampleId(0, 0, 0), meta).seed
         if why := begin_once(self.environments, row_of(meta), seed):
-            text = f"--rl-environment {self.setup.flags.environment} {why}\n  when it was tried on {where}"
+            flags = self.setup.flags
+            who = f"--rl-agent {flags.agent}" if flags.agent else f"--rl-environment {flags.environment}"
+            text = f"{who} {why}\n  when it was tried on {where}"
             if self.setup.flags.environment_on_error == "stop":
                 raise ValueError(text)
             say(f"warning: {text}")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl_plugin.engine.routes import ROUTES, continued, routes_of
-from mindspeed_rl_plugin.episodes.environments import Reply
+from mindspeed_rl_plugin.episodes.environments import Reply, TurnLimits
 from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, episode_row
 from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged, SampleId
 
@@ -29,8 +29,10 @@ class EpisodeState:
     segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
     turns: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
     partial: Completion | None = None  # the interrupted turn, if any
+    limits: TurnLimits = TurnLimits()  # of the next turn
     routes: Tensor | None = None  # of prompt and tokens (`engine.routes`); tokens between turns have the next turn's
 
+    format: Any = None  # `RawFormat` with the tools of this episode
     asked: Sequence[Mapping[str, Any]] = ()  # messages of the data, or its prompt as a user's message
     conversation: list[dict[str, Any]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # of the turns
@@ -55,13 +57,27 @@ class EpisodeState:
         self.tokens += tokens
         self.logps += [0.0] * len(tokens)
 
+    def unsay(self) -> None:
+        """Take the last turn back, with the tokens before it that the model saw only then."""
+        self.turns.pop()
+        end = self.turns[-1][1] if self.turns else 0
+        self.tokens, self.logps = self.tokens[:end], self.logps[:end]
+        self.segments = [(first, version) for first, version in self.segments if first < end]
+        if self.routes is not None:
+            self.routes = self.routes[: max(len(self.prompt) + end - 1, 0)]
+        if self.rewards:  # on the first rank
+            lost = self.rewards.pop()
+            del self.conversation[next(i for i, m in enumerate(self.conversation) if m.get("turn", [-1])[0] >= end) :]
+            self.reward(lost)
+
     def next_turn(self, longest: int) -> GenerateRequest:
         """The request for the next turn, or for the rest of an interrupted one. longest: limit of a turn [tokens]."""
         self.waits, request, left = False, self.request, self.request.sampling.max_tokens - len(self.tokens)
+        most, stop = min(longest, left, self.limits.most or left), request.sampling.stop + self.limits.stop
         return replace(
             request,
             prompt_tokens=(*self.prompt, *self.tokens),
-            sampling=replace(request.sampling, max_tokens=min(longest, left)),
+            sampling=replace(request.sampling, max_tokens=most, stop=stop),
             seed=turn_seed(request.seed, len(self.turns)),
             begun=self.partial,
         )
@@ -134,6 +150,8 @@ class Plan:
 
     # (episode, token ids of its prompt), if the environment has written or extended the prompt of the data
     prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
+    limits: list[tuple[SampleId, TurnLimits]] = field(default_factory=list)  # of next turns
+    unheard: list[SampleId] = field(default_factory=list)  # episodes whose last turn reached nobody
     observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)  # tokens after the last turn
     due: list[SampleId] = field(default_factory=list)  # episodes whose next turn is submitted, in this order
     over: list[tuple[SampleId, str]] = field(default_factory=list)  # episodes that have ended, and why (of `FINISH`)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ class EpisodeLimits:
 
 class Lead:
     """format: encodes messages; parse: finds calls in a turn's text, None: `environments` do this by a user's parser;
-    environments: those of this engine's episodes."""
+    environments: those of this engine's episodes; with_tools: the format for the tools of an agent, which raises
+    ValueError if there is none."""
 
     def __init__(
         self,
@@ -47,8 +48,10 @@ class Lead:
         format: RawFormat,
         parse: Callable[[str], Sequence[Attempt]] | None,
         environments: Environments,
+        with_tools: Callable[[Sequence[Mapping[str, Any]]], RawFormat] | None = None,
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
+        self._with_tools = with_tools
         self._states: dict[SampleId, EpisodeState] = {}
         self._replies: list[Reply] = []  # kept replies of interrupted episodes that now continue
         self._due: list[SampleId] = []  # episodes whose next turn can begin
@@ -61,6 +64,7 @@ class Lead:
         fields = row_of(task.fields)
         state.conversation = opening(fields.get("messages"), fields["prompt"])
         state.asked = fields.get("messages") or [*state.conversation]
+        state.format = self.format
         state.tools = {name: [0, 0] for name in tool_names(self.environments.tools)}
         self._states[sample] = state
         self.environments.begin(sample, fields, task.seed)
@@ -87,12 +91,15 @@ class Lead:
         sample, text = state.request.id, self.format.text(turn.tokens)
         state.rewards.append(0.0)
         state.conversation.append({"role": "assistant", "content": text, "turn": list(state.turns[-1]), "reward": 0.0})
+        before, cut = len(state.prompt) + len(state.tokens) - len(turn.tokens), turn.finish != "stop"
+        most = state.limits.most
         if state.failure is not None:  # the environment could not begin, so nothing answers the turn
             self._over.append((sample, turn.finish))
-        elif turn.finish == "stop":
-            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, self._attempts(turn.tokens)))
+        elif not cut or (most is not None and len(turn.tokens) >= most):
+            attempts = () if cut else self._attempts(state.format, turn.tokens)
+            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, attempts, before, cut))
         else:
-            self._finish(state, "length", Turn(turn.tokens, turn.logps, text))
+            self._finish(state, "length", Turn(turn.tokens, turn.logps, text, (), before, cut))
 
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
         """The plan for episodes whose environments have replied; waits at most `seconds` for a reply.
@@ -120,9 +127,11 @@ class Lead:
 
     # inside
 
-    def _attempts(self, tokens: Sequence[int]) -> tuple[Attempt, ...] | Unread:
-        """Attempts at calls in a complete turn."""
-        text, most = self.format.raw_text(tokens), self.format.most_calls
+    def _attempts(self, format: RawFormat, tokens: Sequence[int]) -> tuple[Attempt, ...] | Unread:
+        """Attempts at calls in a complete turn; () if an agent gave no tools."""
+        if self._with_tools is not None and not format.tools:
+            return ()
+        text, most = format.raw_text(tokens), format.most_calls
         return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
 
     def _take(self, plan: Plan, state: EpisodeState, reply: Reply) -> None:
@@ -132,12 +141,17 @@ class Lead:
         for name, error in reply.raised.items():
             self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
         state.reward(reply.reward)
+        state.limits = reply.limits
+        if reply.opening is not None:
+            state.asked = state.conversation = [dict(message) for message in reply.opening.messages]
         messages = self._shortened(state, reply) if reply.prompt is None else reply.messages
         state.hear(messages if state.rewards else (), reply.seconds)
         if reply.failure is not None:
             self._fail(state, reply.failure)
         elif reply.done or state.finish is not None:
-            self._over.append((reply.id, state.finish or "stop"))
+            if reply.unheard:
+                plan.unheard.append(reply.id)
+            self._over.append((reply.id, state.finish or reply.finish or "stop"))
         elif len(state.rewards) >= self.limits.turns:
             self._finish(state, "turns")
         elif state.rewards:
@@ -177,7 +191,14 @@ class Lead:
         """Plan the first turn. First messages of the environment are appended to the prompt's last message."""
         sample, prompt = reply.id, reply.prompt
         said = "".join(message["content"] for message in messages)
-        if said:
+        if reply.opening is not None:
+            try:
+                state.format = self._with_tools(reply.opening.tools)
+            except ValueError as error:
+                self._fail(state, f"gives tools that the model cannot see: {error}")
+                return
+            prompt = self._tokens(sample, state.format.written, state.asked)
+        elif said:
             *before, last = state.asked
             content = state.conversation[-1]["content"] = last["content"] + said
             prompt = self._tokens(sample, self.format.prompt, [*before, {**last, "content": content}], len(said))
@@ -190,13 +211,13 @@ class Lead:
             return
         if prompt is not None:
             plan.prompts.append((sample, prompt))
-        self._due.append(sample)
+        self._go_on(plan, state)
 
     def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
         """Plan the next turn; if no token is left for it, finish the episode."""
         sample = reply.id
         if reply.prompt is None:
-            tokens = self._tokens(sample, self.format.behind, state.tokens[-1], messages)
+            tokens = self._tokens(sample, state.format.behind, state.tokens[-1], messages)
         else:
             held = (*state.prompt, *state.tokens)
             tokens = reply.prompt[len(held) :]
@@ -208,7 +229,12 @@ class Lead:
             return
         state.count({"observation_tokens": len(tokens)})
         plan.observations.append((sample, tokens))
-        self._due.append(sample)
+        self._go_on(plan, state)
+
+    def _go_on(self, plan: Plan, state: EpisodeState) -> None:
+        """The next turn can begin."""
+        plan.limits.append((state.request.id, state.limits))
+        self._due.append(state.request.id)
 
     def _tokens(self, sample: SampleId, form: Callable[..., Sequence[int]], *arguments: Any) -> tuple[int, ...]:
         """Tokens of messages. Raises EpisodeError if the chat template cannot write them."""

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.episode_flags import OPENENV, VERIFIERS, EpisodeConfig
+from mindspeed_rl_plugin.config.episode_flags import FUNCTION, OPENENV, VERIFIERS, EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.environment import name_to_users
-from mindspeed_rl_plugin.episodes.chat import RawFormat, make_format
+from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
+from mindspeed_rl_plugin.episodes.chat import AgentFormats, RawFormat, make_format
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
-from mindspeed_rl_plugin.episodes.environments import Environments
+from mindspeed_rl_plugin.episodes.environments import Environments, EpisodeError
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
+from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
+from mindspeed_rl_plugin.gateway.messages import JobSampling
+from mindspeed_rl_plugin.reward.specs import ENVIRONMENT, locate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +42,8 @@ class EpisodeSetup:
     response: int  # longest response [tokens]
     wait: float  # seconds that other ranks wait for this rank
     run: str = ""  # directory of the run; a user's code finds it in MINDSPEED_RL_RUN
+    sampling: tuple[float, float, int] = (1.0, 1.0, 0)  # temperature, top-p and top-k of training
+    rewarded: bool = False  # whether the reward of environments is graded
     trust_remote_code: bool = False  # whether code of the tokenizer may run
 
     @classmethod
@@ -49,12 +56,15 @@ class EpisodeSetup:
             tools=tuple(map(_absolute, flags.tools)),
             environment=flags.environment and _absolute(flags.environment),
             tool_parser=_absolute(flags.tool_parser),
+            agent=flags.agent and _agent(flags.agent),
             environment_python=flags.environment_python and _program(flags.environment_python),
         )
         observation = flags.observation or ("chat" if config.data.apply_chat_template else "raw")
         lengths = config.data.max_prompt_length, config.rollout.max_response_length
         trust = {"trust_remote_code": config.data.trust_remote_code}
-        return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **trust)
+        rollout, rewarded = config.rollout, ENVIRONMENT in {text.partition("=")[0] for text in config.graders}
+        more = {"sampling": (rollout.temperature, rollout.top_p, rollout.top_k), "rewarded": rewarded, **trust}
+        return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **more)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
@@ -66,6 +76,8 @@ class EpisodeSetup:
         """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""
         flags = self.flags
         name_to_users("RUN", self.run)
+        if flags.agent:
+            return self._agents()
         if flags.foreign:
             return VerifiersEnvironments(
                 flags.environment.removeprefix(VERIFIERS),
@@ -86,6 +98,26 @@ class EpisodeSetup:
             wait_timeout=self.wait,
         )
 
+    def _agents(self) -> AgentEnvironments:
+        flags = self.flags
+        try:
+            place = locate(flags.agent, "--rl-agent", "function") if FUNCTION.fullmatch(flags.agent) else None
+        except ValueError as error:
+            raise EpisodeError(str(error)) from None
+        setup = AgentSetup(
+            flags.agent,
+            place,
+            flags.agent_host,
+            JobSampling(*self.sampling, flags.agent_sampling),
+            flags.agent_variables,
+            flags.agent_memory,
+            self.rewarded,
+        )
+        together = (
+            None if place or flags.environment_lockstep else -(-flags.agent_processes // flags.environment_workers)
+        )
+        return AgentEnvironments(setup, flags.environment_workers, flags.environment_timeout, self.wait, together)
+
     def format(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> RawFormat:
         """The format that encodes messages. Raises ValueError for a tokenizer or a template that does not fit."""
         return make_format(tokenizer, self.observation, environments.tools)
@@ -104,12 +136,20 @@ class EpisodeSetup:
             on_error=flags.environment_on_error,
         )
         if engine.leader:
-            parse = make_parser(flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
-            lead = Lead(limits, self.format(tokenizer, environments), parse, environments)
+            parse = make_parser(flags.tool_parser, tokenizer) if environments.tools or flags.agent else lambda text: ()
+            formats = AgentFormats(tokenizer) if flags.agent else None
+            lead = Lead(limits, self.format(tokenizer, environments), parse, environments, formats)
         elif environments is not None:
             environments.close()
-        longest, begins = flags.longest_turn(self.response), bool(flags.environment)
+        longest, begins = flags.longest_turn(self.response), bool(flags.environment or flags.agent)
         return EpisodeEngine(engine, longest, begins, lead, peers)
+
+
+def _agent(agent: str) -> str:
+    """--rl-agent with absolute paths: of a function's file, or of a command's program and arguments that are files."""
+    if FUNCTION.fullmatch(agent):
+        return _absolute(agent)
+    return shlex.join(str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(agent))
 
 
 def _program(path: str) -> str:

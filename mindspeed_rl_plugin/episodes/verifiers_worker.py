@@ -13,14 +13,13 @@ import asyncio
 import math
 import queue
 import signal
-import threading
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.verifiers_load import Loaded, load, task_of
-from mindspeed_rl_plugin.workers.child import Parent, describe, why_not_loaded
+from mindspeed_rl_plugin.workers.child import Parent, describe, exchange, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 
 CLEAN_UP_SECONDS = 10.0  # for verifiers to clean up after the parent has closed the lifeline or ended
@@ -42,8 +41,8 @@ def main(connection: int, lifeline: int) -> None:
 
 async def _serve(parent: Parent, loaded: Loaded, tokenizer: str) -> None:
     out: queue.SimpleQueue = queue.SimpleQueue()
-    rollouts, stop, loop = Rollouts(loaded, out.put), asyncio.Event(), asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    rollouts, stop = Rollouts(loaded, out.put), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with AsyncExitStack() as stack:
         try:
             client = _client(loaded, await _endpoint(stack, rollouts), tokenizer)
@@ -54,8 +53,7 @@ async def _serve(parent: Parent, loaded: Loaded, tokenizer: str) -> None:
             return
         rollouts.context = loaded.vf.ModelContext(model="policy", client=client)
         parent.send((loaded.version, None))
-        threading.Thread(target=_write, args=(parent, out), daemon=True).start()
-        threading.Thread(target=_read, args=(parent, rollouts, stop, loop), daemon=True).start()
+        exchange(parent, rollouts, out, stop)
         await stop.wait()
         await rollouts.close()
 
@@ -101,21 +99,6 @@ async def _warm(client: Any) -> None:
             f"the tokenizer {tokenizer!r} cannot render prompts for verifiers: {error}; give one whose chat template "
             "fits, or name a renderer of verifiers (docs/episodes.md)"
         ) from error
-
-
-def _write(parent: Parent, out: queue.SimpleQueue) -> None:
-    with suppress(OSError):  # the parent has closed its end
-        while True:
-            parent.send(out.get())
-
-
-def _read(parent: Parent, rollouts: Rollouts, stop: asyncio.Event, loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        while True:
-            name, *arguments = parent.receive()
-            loop.call_soon_threadsafe(getattr(rollouts, name), *arguments)
-    except SystemExit:  # the parent has closed its end
-        loop.call_soon_threadsafe(stop.set)
 
 
 class RunningRollout:

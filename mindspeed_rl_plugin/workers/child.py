@@ -9,11 +9,14 @@ import asyncio
 import fcntl
 import json
 import os
+import queue
 import select
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import dropwhile
 from multiprocessing.connection import Connection
 from typing import Any
@@ -59,6 +62,28 @@ class Parent:
         if os.getpid() != self._pid:
             os._exit(1)
         self._connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
+
+
+def exchange(parent: Parent, calls: Any, out: queue.SimpleQueue, stop: asyncio.Event) -> None:
+    """Exchange messages with the parent in two threads: what comes into `out` is sent, and a message (name, *arguments)
+    is a call of this method of `calls` in the running loop. When the parent has closed its end, `stop` is set."""
+    loop = asyncio.get_running_loop()
+
+    def write() -> None:
+        with suppress(OSError):  # the parent has closed its end
+            while True:
+                parent.send(out.get())
+
+    def read() -> None:
+        try:
+            while True:
+                name, *arguments = parent.receive()
+                loop.call_soon_threadsafe(getattr(calls, name), *arguments)
+        except SystemExit:  # the parent has closed its end
+            loop.call_soon_threadsafe(stop.set)
+
+    for work in (write, read):
+        threading.Thread(target=work, daemon=True).start()
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> ValueOrError:

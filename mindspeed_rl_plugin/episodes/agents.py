@@ -1,0 +1,61 @@
+"""Agents: programs of users that request the model's turns at the gateway, in processes of `gateway.agent_process`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.parsers import before_calls
+from mindspeed_rl_plugin.episodes.rollout_bridge import END_SECONDS, RolloutEnvironments, RolloutReport
+from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
+from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.workers.process import Program
+
+RUNS = Program(
+    "mindspeed_rl_plugin.gateway.agent_process:main",
+    str | None,
+    RolloutReport,
+    "an agents' process",
+    EpisodeError,
+    patience=END_SECONDS,
+)
+AT_A_LIMIT = "the job samples no further turn: this conversation has reached a limit of its tokens or turns"
+
+
+class AgentEnvironments(RolloutEnvironments):
+    """setup: of the processes; the other arguments are those of `RolloutEnvironments`."""
+
+    def __init__(self, setup: AgentSetup, workers: int, timeout: float, wait: float, together: int | None) -> None:
+        super().__init__(RUNS, setup, f"--rl-agent {setup.agent}", workers, timeout, wait, together)
+        self._spoke: set[SampleId] = set()  # episodes whose agents had a turn
+
+    def act(self, episode: SampleId, turn: Turn) -> None:
+        self._spoke.add(episode)
+        super().act(episode, turn)
+
+    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
+        """See `Environments`. The agent gets the turn that a limit has cut, and no other."""
+        if cut is not None:
+            self._spoke.add(episode)
+        self._answer(episode, "finish", AT_A_LIMIT, cut and self._spoken(cut))
+
+    def _data(self, episode: SampleId, task: Mapping[str, Any]) -> tuple[Any, ...]:
+        row = {**task["record"], **{name: task[name] for name in ("prompt", "answer")}}
+        return (
+            {**row, **({"messages": task["messages"]} if task.get("messages") else {})},
+            "/".join(map(str, episode)),
+        )
+
+    def _spoken(self, turn: Turn) -> tuple[Any, ...]:
+        calls = [(call.name, dict(call.arguments)) for call in turn.attempts if isinstance(call, ToolCall)]
+        whole = len(calls) == len(turn.attempts)  # else the agent gets the text, in which it can see what is wrong
+        text = before_calls(turn.text) if calls and whole else turn.text
+        return text, calls if whole else [], (turn.before, len(turn.tokens), turn.cut)
+
+    def _late(self, episode: SampleId) -> Reply:
+        """See `RolloutEnvironments`. An agent that had a turn is graded."""
+        if episode not in self._spoke:
+            why = f"made no request within {self._timeout:g} s (--rl-environment-timeout)"
+            return Reply(episode, failure=why)
+        return Reply(episode, done=True, finish="time")

@@ -1,0 +1,265 @@
+"""The process in which agents run, and in which they find the gateway.
+
+The first message is an `AgentSetup`; the answer is ("", None) or (None, error). Then each message to this process is a
+call of a method of `Agents`, and each message from it a report about a rollout, a dictionary with `number`; both come
+at any time. This module does not import torch, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import queue
+import shlex
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from mindspeed_rl_plugin.environment import users_variables
+from mindspeed_rl_plugin.gateway.conversation import Conversation
+from mindspeed_rl_plugin.gateway.messages import JobSampling
+from mindspeed_rl_plugin.gateway.server import Gateway
+from mindspeed_rl_plugin.workers.child import Parent, describe, exchange
+from mindspeed_rl_plugin.workers.keeper import keep
+from mindspeed_rl_plugin.workers.user_files import load_function
+
+CLEAN_UP_SECONDS = 10.0  # for agents to end after the parent has closed the lifeline or ended
+LAST_CHARACTERS = 2000  # of a command's output that its failure shows
+LOOK_SECONDS = 1.0  # between two looks at the memory of commands
+GIVEN = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
+
+
+class AgentSetup(NamedTuple):
+    """What the process needs of the flags."""
+
+    agent: str  # a command, or a function's place
+    place: tuple[str, str] | None  # file and name of a function; None: a command
+    host: str
+    sampling: JobSampling
+    variables: tuple[str, ...]  # names of further environment variables of commands
+    memory: float  # most memory of a command and its children [GiB]
+    rewarded: bool  # whether an agent must give a reward
+
+
+class AgentFailed(Exception):
+    """An agent has failed; the text says how."""
+
+
+class Agents:
+    """The running agents. say: sends a report to the parent."""
+
+    def __init__(self, setup: AgentSetup, function: Callable[..., Any] | None, say: Callable[[Any], None]) -> None:
+        self._setup, self._function, self._say = setup, function, say
+        self.gateway = Gateway(setup.host, setup.sampling, self._note)
+        self._running: dict[int, tuple[asyncio.Task, Conversation]] = {}
+        self._noted: set[str] = set()
+
+    def begin(self, number: int, row: Mapping[str, Any], episode: str) -> None:
+        conversation = Conversation(number, self._say)
+        self.gateway.open(conversation)
+        self._running[number] = asyncio.create_task(self._run(conversation, row, episode)), conversation
+
+    def act(self, number: int, text: str, calls: Sequence[tuple[str, Mapping[str, Any]]], numbers: Any) -> None:
+        """See `Conversation.speak`."""
+        if number in self._running:
+            self._running[number][1].speak(text, calls, numbers)
+
+    def finish(self, number: int, why: str, cut: Any) -> None:
+        """No further turn is sampled. cut: the arguments of `act` for a turn that a limit has cut."""
+        if number in self._running:
+            if cut is not None:
+                self._running[number][1].speak(*cut)
+            self._running[number][1].finish(why)
+
+    def end(self, number: int) -> None:
+        if number in self._running:
+            self._running[number][0].cancel()
+
+    async def close(self) -> None:
+        runs = [run for run, _ in self._running.values()]
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+
+    # inside
+
+    async def _run(self, conversation: Conversation, row: Mapping[str, Any], episode: str) -> None:
+        try:
+            run = self._call(row, conversation) if self._function else self._command(row, conversation, episode)
+            reward = await run
+            if reward is None and self._setup.rewarded and conversation.over is None:
+                raise AgentFailed("gave no reward; let it give one (docs/agents.md), or name graders in --rl-reward")
+            if not math.isfinite(reward := float(reward or 0.0)):
+                raise AgentFailed(f"gave the reward {reward}, which is no finite number")
+            if not conversation.turns:
+                raise AgentFailed("ended before it had a turn of the model")
+            conversation.tell(done=True, reward=reward, unheard=conversation.unheard)
+        except asyncio.CancelledError:
+            conversation.tell(ended=True)
+        except Exception as error:  # noqa: BLE001 - whatever an agent raises is reported
+            failure = str(error) if isinstance(error, AgentFailed) else describe(error)
+            if conversation.over is not None and conversation.turns:  # an agent may fail at the error for a limit
+                conversation.tell(done=True, unheard=conversation.unheard)
+            else:
+                conversation.tell(failure=failure)
+        finally:
+            self.gateway.close(conversation)
+            conversation.finish("the agent has ended")
+            del self._running[int(conversation.name)]
+
+    async def _call(self, row: Mapping[str, Any], conversation: Conversation) -> Any:
+        """Call the function, outside of the loop if it is no coroutine function."""
+        given = {**row, "row": row, "base_url": f"{self.gateway.url}/v1", "api_key": conversation.key}
+        parameters = inspect.signature(self._function).parameters
+        named = {name: given[name] for name in parameters if name in given}
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**named)
+        future, loop = asyncio.get_running_loop().create_future(), asyncio.get_running_loop()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if not future.done():
+                future.set_result(value) if error is None else future.set_exception(error)
+
+        def call() -> None:
+            value = error = None
+            try:
+                value = self._function(**named)
+            except Exception as raised:  # noqa: BLE001 - whatever an agent raises is reported
+                error = raised
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=call, daemon=True).start()
+        return await future
+
+    async def _command(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> float | None:
+        """Run the command in a folder of its own. Returns the reward that it wrote."""
+        read, write = os.pipe()
+        variables = users_variables(self._setup.variables) | {
+            "OPENAI_BASE_URL": f"{self.gateway.url}/v1",
+            "OPENAI_API_KEY": conversation.key,
+            "NO_PROXY": self._setup.host,
+            "MINDSPEED_RL_EPISODE": episode,
+            "MINDSPEED_RL_REWARD_FD": str(write),
+        }
+        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
+            variables["TMPDIR"] = folder
+            with os.fdopen(read, "rb") as rewards:
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *shlex.split(self._setup.agent),
+                        stdin=asyncio.subprocess.PIPE,
+                        stdout=asyncio.subprocess.PIPE,
+                        stderr=asyncio.subprocess.STDOUT,
+                        cwd=folder,
+                        env=variables,
+                        pass_fds=(write,),
+                        start_new_session=True,
+                    )
+                finally:
+                    os.close(write)
+                watch = asyncio.create_task(_limit_memory(process.pid, self._setup.memory))
+                try:
+                    last = await _talk(process, json.dumps(row).encode())
+                    code = await process.wait()
+                finally:
+                    watch.cancel()
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    await process.wait()
+                if watch.done() and not watch.cancelled():
+                    raise AgentFailed(watch.result())
+                if code:
+                    raise AgentFailed(f"exited with code {code}; the end of its output:\n{last}")
+                os.set_blocking(rewards.fileno(), False)
+                return _reward(rewards.read(256) or b"")
+
+    def _note(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._say({"number": -1, "seconds": 0.0, "note": text})
+
+
+def main(connection: int, lifeline: int) -> None:
+    """Run agents until the parent closes the connection. Arguments: file descriptors."""
+    keep(connection, lifeline, CLEAN_UP_SECONDS)
+    parent = Parent(connection, None)
+    setup: AgentSetup = parent.receive()
+    function = setup.place and parent.load(f"--rl-agent {setup.agent}: ", _function, *setup.place)
+    asyncio.run(_serve(parent, setup, function))
+
+
+async def _serve(parent: Parent, setup: AgentSetup, function: Callable[..., Any] | None) -> None:
+    out, stop = queue.SimpleQueue[Any](), asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    agents = Agents(setup, function, out.put)
+    serving = asyncio.create_task(agents.gateway.serve())
+    parent.send(("", None))
+    exchange(parent, agents, out, stop)
+    await stop.wait()
+    await agents.close()
+    serving.cancel()
+
+
+def _function(file: str, name: str) -> Callable[..., Any]:
+    """Load a user's function. Raises ValueError for another object, and for parameters without names."""
+    function = load_function(file, name)
+    kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+    if inspect.isclass(function) or kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}:
+        raise ValueError(
+            f"{name} must be a function whose parameters have names: {', '.join(GIVEN)}, or fields of a row"
+        )
+    return function
+
+
+async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:
+    """Write the row to a command, and read its output to the end. Returns the last characters."""
+
+    async def write() -> None:
+        with suppress(ConnectionError):  # it does not read
+            process.stdin.write(row)
+            await process.stdin.drain()
+        process.stdin.close()
+
+    writing, last = asyncio.create_task(write()), b""
+    while part := await process.stdout.read(1 << 16):
+        last = (last + part)[-LAST_CHARACTERS:]
+    writing.cancel()
+    return last.decode(errors="replace").strip()
+
+
+async def _limit_memory(leader: int, most: float) -> str:
+    """Kill a command's process group when it has more memory than `most` [GiB]. Returns what it had."""
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if (resident := _resident(leader) / (1 << 30)) > most:
+            with suppress(ProcessLookupError):
+                os.killpg(leader, signal.SIGKILL)
+            return f"was killed: it and its children had {resident:.2f} GiB, the limit is --rl-agent-memory {most:g}"
+
+
+def _resident(group: int) -> int:
+    """Bytes of memory of the processes of a group."""
+    pages = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                fields = file.read().rpartition(")")[2].split()
+            pages += int(fields[21]) if int(fields[2]) == group else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _reward(written: bytes) -> float | None:
+    """The reward in what a command wrote to its descriptor. Raises AgentFailed if this is no number."""
+    if not (text := written.decode(errors="replace").strip()):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise AgentFailed(f"wrote {text!r:.80} to the descriptor MINDSPEED_RL_REWARD_FD; write one number") from None

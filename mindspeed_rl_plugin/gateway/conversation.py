@@ -1,0 +1,114 @@
+"""One agent's conversation with the model: its requests wait here for the turns that the engine samples."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_rl_plugin.gateway.messages import (
+    History,
+    RefusedRequest,
+    SpokenTurn,
+    TurnRequest,
+    calls_of,
+    for_template,
+)
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """A request whose turn is sampled, or whose answer nobody has read yet."""
+
+    digest: bytes  # of the request
+    turn: asyncio.Future[SpokenTurn]
+
+
+class Conversation:
+    """number: of the rollout. say: sends a report to the engine's process."""
+
+    def __init__(self, number: int, say: Callable[[Any], None]) -> None:
+        self.name = str(number)
+        self.key = f"{self.name}-{secrets.token_urlsafe(24)}"
+        self._say, self._since = say, time.monotonic()  # since when the agent works, and not the model
+        self._history = History()
+        self._calls = 0  # tool calls of the model
+        self._stop: tuple[str, ...] = ()  # of the pending request
+        self._call: PendingCall | None = None
+        self.over: str | None = None  # why no further turn is sampled
+        self.turns = 0  # turns of the model
+
+    def tell(self, **what: Any) -> None:
+        """Send a report, with the seconds of the agent's work before it."""
+        self._say({"number": int(self.name), "seconds": time.monotonic() - self._since, **what})
+
+    @property
+    def unheard(self) -> bool:
+        """Whether the last turn that was requested has reached nobody."""
+        return self._call is not None
+
+    async def ask(self, request: TurnRequest, body: bytes) -> PendingCall:
+        """The call that a request begins, or joins: a client sends its request again if the connection is lost. Raises
+        RefusedRequest."""
+        digest = hashlib.sha256(body).digest()
+        if self._call is not None and self._call.digest == digest:
+            return self._call
+        if self.over is not None:
+            raise RefusedRequest(self.over, code="context_length_exceeded")
+        if self._call is not None and not self._call.turn.done():
+            raise RefusedRequest("another request of this conversation has no answer yet; wait for it", code="busy")
+        asked: dict[str, Any] = {"most": request.most, "stop": request.stop}
+        if self.turns:
+            new = self._history.behind(request)
+            asked["messages"] = [for_template(message) for message in new]
+        else:
+            new, self._history.tools = [*request.messages], request.tools
+            asked["opening"] = {"messages": [for_template(m) for m in new], "tools": request.tools}
+        self._history.messages += new
+        self._stop = request.stop
+        self._call = PendingCall(digest, asyncio.get_running_loop().create_future())
+        self.tell(**asked)
+        return self._call
+
+    def heard(self, call: PendingCall) -> None:
+        """An answer was given to a client that was there to read it."""
+        if self._call is call:
+            self._call = None
+
+    def speak(self, text: str, calls: Sequence[tuple[str, Mapping[str, Any]]], numbers: tuple[int, int, bool]) -> None:
+        """Answer the waiting request with a turn. text: without the calls; numbers: tokens of the prompt and of the
+        turn, and whether a limit has cut it."""
+        if self._call is None or self._call.turn.done():
+            return
+        before, spoken, cut = numbers
+        for stop in self._stop:
+            text = text.partition(stop)[0]
+        reasoning, content = split_reasoning(text)
+        made = calls_of(calls, self._calls)
+        finish = "length" if cut else "tool_calls" if made else "stop"
+        turn = SpokenTurn(content, reasoning, made, finish, before, spoken)
+        self._calls += len(made)
+        self.turns += 1
+        self._since = time.monotonic()
+        self._history.messages.append(turn.message)
+        self._call.turn.set_result(turn)
+
+    def finish(self, why: str) -> None:
+        """No further turn is sampled. A request that waits gets this as an error."""
+        self.over, self._since = why, time.monotonic()
+        if self._call is not None and not self._call.turn.done():
+            self._call.turn.set_exception(RefusedRequest(why, code="context_length_exceeded"))
+            self._call.turn.exception()  # read, so that asyncio does not report it if nobody waits
+            self._call = None
+
+
+def split_reasoning(text: str) -> tuple[str, str]:
+    """The text of a `<think>` block, which the prompt may have begun, and the text behind it."""
+    before, end, behind = text.partition("</think>")
+    if end:
+        return before.strip().removeprefix("<think>").strip(), behind.strip()
+    return "", text.strip()

@@ -1,0 +1,151 @@
+"""Agents that behave as users' may: loaded by the tests of the gateway from this file."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+
+import httpx
+import openai
+
+SCHEMAS = json.loads(os.environ.get("SCHEMAS", "[]"))
+
+
+def of(base_url, api_key, kind=openai.AsyncOpenAI):
+    return kind(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+async def plays(row, base_url, api_key):
+    """Makes the calls that the model asks for, one after the other, until it asks for none."""
+    client, messages = of(base_url, api_key), [{"role": "user", "content": row["prompt"]}]
+    while True:
+        turn = (await client.chat.completions.create(model="any", messages=messages, tools=SCHEMAS)).choices[0].message
+        messages.append(turn.model_dump(exclude_none=True))
+        if not turn.tool_calls:
+            return None
+        for call in turn.tool_calls:
+            text = json.loads(call.function.arguments)["text"]
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+
+
+async def plays_streaming(row, base_url, api_key):
+    """The same; answers come as events, and go back in other words: parts, and arguments without spaces."""
+    client, messages = of(base_url, api_key), [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]
+    while True:
+        text, calls = "", []
+        stream = await client.chat.completions.create(model="any", messages=messages, tools=SCHEMAS, stream=True)
+        async for chunk in stream:
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            calls += [call.model_dump(exclude={"index"}) for call in delta.tool_calls or ()]
+        for call in calls:
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
+        messages.append({"role": "assistant", "content": f" {text}\n", **({"tool_calls": calls} if calls else {})})
+        if not calls:
+            return None
+        for call in calls:
+            said = json.loads(call["function"]["arguments"])["text"]
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": said}]})
+
+
+def waits(row, base_url, api_key):
+    """No coroutine function."""
+    client = of(base_url, api_key, openai.OpenAI)
+    messages = [{"role": "user", "content": row["prompt"]}]
+    turn = client.chat.completions.create(model="any", messages=messages, max_tokens=7, stop="!").choices[0]
+    return float(len(turn.message.content))
+
+
+async def edits(row, base_url, api_key):
+    client = of(base_url, api_key)
+    ask, said = client.chat.completions.create, []
+    messages = [{"role": "user", "content": row["prompt"]}]
+    turn = (await ask(model="any", messages=messages)).choices[0].message.content
+    for history in (
+        [*messages, {"role": "assistant", "content": turn + "?"}, {"role": "user", "content": "and"}],
+        [{"role": "user", "content": "other"}],
+        [*messages, {"role": "assistant", "content": turn}],
+    ):
+        try:
+            await ask(model="any", messages=history)
+        except openai.BadRequestError as error:
+            said.append(error.body["message"])
+    return await tells(said, row)
+
+
+async def tells(said, row):
+    with open(row["out"], "a") as file:
+        file.write("\n".join(said) + "\n")
+    return 1.0
+
+
+async def asks_for(row, base_url, api_key):
+    """Requests with the fields of the row; what each gets."""
+    said = []
+    async with httpx.AsyncClient(timeout=60) as client:
+        for headers, more in row["requests"]:
+            body = {"messages": [{"role": "user", "content": "hi"}], **more}
+            url = f"{base_url}/chat/completions"
+            given = {"Authorization": f"Bearer {api_key}", **headers}
+            answer = await client.post(url, json=body, headers=given)
+            said.append(f"{answer.status_code} {answer.json().get('error', {}).get('message', 'ok')}")
+    return await tells(said, row)
+
+
+async def goes_away(row, base_url, api_key):
+    """Sends a request twice, because the answer does not come in time; then another, whose answer it never reads."""
+    messages = [{"role": "user", "content": row["prompt"]}]
+    hasty = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.2)
+    try:
+        await hasty.chat.completions.create(model="any", messages=messages)
+        raise AssertionError("the turn comes later")
+    except openai.APITimeoutError:
+        pass
+    turn = (await of(base_url, api_key).chat.completions.create(model="any", messages=messages)).choices[0].message
+    messages += [{"role": "assistant", "content": turn.content}, {"role": "user", "content": "more"}]
+    try:
+        await hasty.chat.completions.create(model="any", messages=messages)
+    except openai.APITimeoutError:
+        await asyncio.sleep(row["stays"])
+    return 1.0
+
+
+async def asks_nothing(row):
+    return 1.0
+
+
+async def hangs(row, base_url, api_key):
+    await of(base_url, api_key).chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    await asyncio.sleep(1000)
+
+
+def hangs_in_a_thread():
+    time.sleep(1000)
+
+
+async def raises(row):
+    raise OSError("out of order")
+
+
+def command():
+    """A command: reads the row, asks, and writes its reward."""
+    row = json.load(sys.stdin)
+    client = openai.OpenAI(max_retries=0)  # it finds the gateway by its environment
+    answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": row["prompt"]}])
+    print("in", os.getcwd(), sorted(os.environ))
+    with open(row["out"], "w") as file:
+        json.dump({"said": answer.choices[0].message.content, "in": os.getcwd(), "env": sorted(os.environ)}, file)
+    if row.get("does") == "fails":
+        sys.exit(3)
+    if row.get("does") == "eats":
+        eaten = [bytearray(1 << 28) for _ in range(8)]
+        time.sleep(1000)
+        assert eaten
+    if row.get("does") != "nothing":
+        os.write(int(os.environ["MINDSPEED_RL_REWARD_FD"]), b"0.75")
+
+
+if __name__ == "__main__":
+    command()
