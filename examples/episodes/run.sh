@@ -2,6 +2,7 @@
 # A task in which the model acts: data, pretraining, GRPO with the same launch script.
 #
 #   bash examples/episodes/run.sh calculator [SEED]   # with the tool `multiply`
+#   bash examples/episodes/run.sh agent [SEED]        # the same by an agent: a program that calls the model itself
 #   bash examples/episodes/run.sh control [SEED]      # the same products without the tool
 #   bash examples/episodes/run.sh guess [SEED]        # the environment GuessTheNumber
 #
@@ -11,12 +12,16 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-task=${1:?"give a task: calculator, control or guess"}
+task=${1:?"give a task: calculator, agent, control or guess"}
 seed=${2:-0}
 case "$task" in
     calculator)
         data=calculator iterations=20 claim=(--before-at-most 0.2 --after-at-least 0.9)
         who=(--rl-tools examples/episodes/calculator.py:multiply --rl-tool-parser hermes --rl-max-turns 3 --rl-reward exact)
+        ;;
+    agent)
+        data=calculator iterations=20 claim=(--before-at-most 0.2 --after-at-least 0.9)
+        who=(--rl-agent examples/episodes/agent.py:play --rl-max-turns 3 --rl-reward exact)
         ;;
     control)
         data=calculator iterations=20 claim=(--after-at-most 0.4)
@@ -26,7 +31,7 @@ case "$task" in
         data=guess iterations=20 claim=(--before-at-most 0.4 --after-at-least 0.9)
         who=(--rl-environment examples/episodes/guess.py:GuessTheNumber --rl-max-turns 5)
         ;;
-    *) echo "run.sh: unknown task $task (known: calculator, control, guess)" >&2; exit 2 ;;
+    *) echo "run.sh: unknown task $task (known: calculator, agent, control, guess)" >&2; exit 2 ;;
 esac
 bash setup.sh
 base=runs/episodes/$data${PRETRAIN_ITERS:+-$PRETRAIN_ITERS}

@@ -7,7 +7,12 @@ from typing import Any
 
 from mindspeed_rl_plugin.episodes.environments import EpisodeError, Reply, ToolCall, Turn
 from mindspeed_rl_plugin.episodes.parsers import before_calls
-from mindspeed_rl_plugin.episodes.rollout_bridge import END_SECONDS, RolloutEnvironments, RolloutReport
+from mindspeed_rl_plugin.episodes.rollout_bridge import (
+    END_SECONDS,
+    RolloutEnvironments,
+    RolloutRecord,
+    RolloutReport,
+)
 from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
@@ -28,16 +33,9 @@ class AgentEnvironments(RolloutEnvironments):
 
     def __init__(self, setup: AgentSetup, workers: int, timeout: float, wait: float, together: int | None) -> None:
         super().__init__(RUNS, setup, f"--rl-agent {setup.agent}", workers, timeout, wait, together)
-        self._spoke: set[SampleId] = set()  # episodes whose agents had a turn
-
-    def act(self, episode: SampleId, turn: Turn) -> None:
-        self._spoke.add(episode)
-        super().act(episode, turn)
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
         """See `Environments`. The agent gets the turn that a limit has cut, and no other."""
-        if cut is not None:
-            self._spoke.add(episode)
         self._answer(episode, "finish", AT_A_LIMIT, cut and self._spoken(cut))
 
     def _data(self, episode: SampleId, task: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -53,9 +51,9 @@ class AgentEnvironments(RolloutEnvironments):
         text = before_calls(turn.text) if calls and whole else turn.text
         return text, calls if whole else [], (turn.before, len(turn.tokens), turn.cut)
 
-    def _late(self, episode: SampleId) -> Reply:
+    def _late(self, rollout: RolloutRecord) -> Reply:
         """See `RolloutEnvironments`. An agent that had a turn is graded."""
-        if episode not in self._spoke:
+        if not rollout.spoke:
             why = f"made no request within {self._timeout:g} s (--rl-environment-timeout)"
-            return Reply(episode, failure=why)
-        return Reply(episode, done=True, finish="time")
+            return Reply(rollout.sample, failure=why)
+        return Reply(rollout.sample, done=True, finish="time")

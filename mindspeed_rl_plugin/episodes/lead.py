@@ -143,7 +143,7 @@ class Lead:
         state.reward(reply.reward)
         state.limits = reply.limits
         if reply.opening is not None:
-            state.asked = state.conversation = [dict(message) for message in reply.opening.messages]
+            state.asked, state.conversation = reply.opening.messages, [dict(m) for m in reply.opening.messages]
         messages = self._shortened(state, reply) if reply.prompt is None else reply.messages
         state.hear(messages if state.rewards else (), reply.seconds)
         if reply.failure is not None:

@@ -65,6 +65,7 @@ class RolloutRecord:
     data: tuple[Any, ...]  # arguments of the process's `begin`
     process: RolloutProcess | None = None  # None before it begins
     due: float | None = None  # time since which its reply is due; None: it has not begun, or the model has its turn
+    spoke: bool = False  # whether the model had a turn
     early: Reply | None = None  # its last reply, if it ended during the model's turn
     ending: float | None = None  # deadline to stop; None: it is not given up
 
@@ -110,9 +111,9 @@ class RolloutEnvironments:
         """What a rollout gets of a turn."""
         raise NotImplementedError
 
-    def _late(self, episode: SampleId) -> Reply:
+    def _late(self, rollout: RolloutRecord) -> Reply:
         """The last reply of a rollout that is killed, because its reply did not come in time."""
-        return Reply(episode, failure=f"ran longer than {self._timeout:g} s (--rl-environment-timeout)")
+        return Reply(rollout.sample, failure=f"ran longer than {self._timeout:g} s (--rl-environment-timeout)")
 
     @property
     def pending(self) -> bool:
@@ -167,7 +168,7 @@ class RolloutEnvironments:
         if rollout.early is not None:
             self._reply(rollout, rollout.early)
             return
-        rollout.due = time.monotonic()
+        rollout.due, rollout.spoke = time.monotonic(), True
         self._send(rollout, call, *arguments)
 
     def _send(self, rollout: RolloutRecord, call: str, *arguments: Any) -> None:
@@ -268,7 +269,7 @@ class RolloutEnvironments:
         now = time.monotonic()
         for rollout in [*self._known.values()]:
             if rollout.due is not None and now >= rollout.due + self._timeout:
-                self._replies.append(replace(self._late(rollout.sample), seconds=now - rollout.due))
+                self._replies.append(replace(self._late(rollout), seconds=now - rollout.due))
                 self._give_up(rollout)
         for rollout in self._rollouts.values():
             process = rollout.process

@@ -165,14 +165,16 @@ class Agents:
                 finally:
                     os.close(write)
                 watch = asyncio.create_task(_limit_memory(process.pid, self._setup.memory))
+                talk = asyncio.create_task(_talk(process, json.dumps(row).encode()))
                 try:
-                    last = await _talk(process, json.dumps(row).encode())
                     code = await process.wait()
                 finally:
                     watch.cancel()
                     with suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     await process.wait()
+                    await asyncio.wait([talk], timeout=LOOK_SECONDS)  # a process in another session may hold the pipe
+                    last = talk.result() if talk.done() else ""
                 if watch.done() and not watch.cancelled():
                     raise AgentFailed(watch.result())
                 if code:

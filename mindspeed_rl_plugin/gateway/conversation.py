@@ -22,10 +22,11 @@ from mindspeed_rl_plugin.gateway.messages import (
 
 @dataclass(eq=False)
 class PendingCall:
-    """A request whose turn is sampled, or whose answer nobody has read yet."""
+    """The last request for a turn."""
 
-    digest: bytes  # of the request
+    digest: bytes  # of its body
     turn: asyncio.Future[SpokenTurn]
+    heard: bool = False  # whether an answer was given to a client that was there to read it
 
 
 class Conversation:
@@ -49,17 +50,17 @@ class Conversation:
     @property
     def unheard(self) -> bool:
         """Whether the last turn that was requested has reached nobody."""
-        return self._call is not None
+        return self._call is not None and not self._call.heard
 
-    async def ask(self, request: TurnRequest, body: bytes) -> PendingCall:
-        """The call that a request begins, or joins: a client sends its request again if the connection is lost. Raises
-        RefusedRequest."""
-        digest = hashlib.sha256(body).digest()
-        if self._call is not None and self._call.digest == digest:
-            return self._call
+    async def ask(self, request: TurnRequest, body: bytes, again: bool) -> PendingCall:
+        """The call that a request begins, or joins, if a client sends its request again because the connection was lost
+        (again: it says so). Raises RefusedRequest."""
+        digest, last = hashlib.sha256(body).digest(), self._call
+        if last is not None and last.digest == digest and (again or not last.heard):
+            return last
         if self.over is not None:
             raise RefusedRequest(self.over, code="context_length_exceeded")
-        if self._call is not None and not self._call.turn.done():
+        if last is not None and not last.turn.done():
             raise RefusedRequest("another request of this conversation has no answer yet; wait for it", code="busy")
         asked: dict[str, Any] = {"most": request.most, "stop": request.stop}
         if self.turns:
@@ -73,11 +74,6 @@ class Conversation:
         self._call = PendingCall(digest, asyncio.get_running_loop().create_future())
         self.tell(**asked)
         return self._call
-
-    def heard(self, call: PendingCall) -> None:
-        """An answer was given to a client that was there to read it."""
-        if self._call is call:
-            self._call = None
 
     def speak(self, text: str, calls: Sequence[tuple[str, Mapping[str, Any]]], numbers: tuple[int, int, bool]) -> None:
         """Answer the waiting request with a turn. text: without the calls; numbers: tokens of the prompt and of the

@@ -79,18 +79,18 @@ class Gateway:
         asked = chat_api.read(body, self._sampling)
         for note in asked.notes:
             self._note(note)
-        call = await conversation.ask(asked, raw)
+        again = request.headers.get("x-stainless-retry-count", "0") != "0"
+        call = await conversation.ask(asked, raw, again)
         made = (f"chatcmpl-{conversation.name}-{conversation.turns}", body.get("model") or MODEL, int(time.time()))
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            events = _stream(conversation, call, lambda turn: chat_api.events(turn, *made, usage))
+            events = _stream(call, lambda turn: chat_api.events(turn, *made, usage))
             return StreamingResponse(events, media_type="text/event-stream")
         while not call.turn.done() and not await request.is_disconnected():
             await asyncio.wait([call.turn], timeout=LOOK_SECONDS)
         if await request.is_disconnected():  # the turn is kept for the same request, sent again
             return Response(status_code=499)
-        turn = call.turn.result()
-        conversation.heard(call)
+        turn, call.heard = call.turn.result(), True
         return JSONResponse(chat_api.answer(turn, *made))
 
     def _known(self, request: Request) -> Conversation:
@@ -102,9 +102,7 @@ class Gateway:
         return conversation
 
 
-async def _stream(
-    conversation: Conversation, call: PendingCall, form: Callable[[SpokenTurn], Iterable[str]]
-) -> AsyncIterator[str]:
+async def _stream(call: PendingCall, form: Callable[[SpokenTurn], Iterable[str]]) -> AsyncIterator[str]:
     """The events of a turn; comments while it is sampled, so that no client takes the connection for dead."""
     while not call.turn.done():
         await asyncio.wait([call.turn], timeout=KEEPALIVE_SECONDS)
@@ -117,7 +115,7 @@ async def _stream(
         return
     for event in events:
         yield event
-    conversation.heard(call)  # if the client has gone, this generator was closed before
+    call.heard = True  # if the client has gone, this generator was closed before
     yield last
 
 

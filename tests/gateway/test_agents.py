@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -133,7 +134,7 @@ def test_an_answer_that_reached_nobody_is_not_trained(tmp_path):
             rows += generate(engine, [request], deadline=60)
     for row in rows:
         assert row.tokens == tuple(turn) and row.turns == ((0, len(turn)),) and told(row).rewards == [1.0]
-        assert [m["role"] for m in told(row).conversation] == ["user", "assistant"]
+        assert [m["role"] for m in told(row).conversation] == ["user", "assistant", "user"]
 
 
 @pytest.mark.parametrize(
@@ -172,3 +173,21 @@ def test_a_command_that_fails_eats_or_gives_no_reward(tmp_path):
         run(made, iter(turns), {"out": str(tmp_path / "a"), "does": "fails"})
     with pytest.raises(EpisodeError, match="had .* GiB, the limit is --rl-agent-memory 0.5"):
         run(setup(COMMAND, agent_memory=0.5), iter(turns), {"out": str(tmp_path / "a"), "does": "eats"})
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
+MULTIPLIES = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "file, agent, turns, results",
+    [
+        ("agent.py", "{}/agent.py:play", [MULTIPLIES, "42"], ["42"]),
+        ("ask.py", sys.executable + " {}/ask.py", ["42"], []),
+    ],
+)
+def test_the_agents_of_the_page_run_as_they_stand_there(tmp_path, file, agent, turns, results):
+    (tmp_path / file).write_text(re.search(rf"<!-- my/{file} -->\n```python\n(.*?)```", PAGE, re.DOTALL)[1])
+    (made,) = run(setup(agent.format(tmp_path)), iter([sampled("qwen2_5", turn, 2) for turn in turns]))
+    assert [m["content"] for m in told(made).conversation if m["role"] == "tool"] == results
+    assert sum(told(made).rewards) == 1.0
