@@ -27,6 +27,7 @@ class ResponseKind:
     """Responses of one turn."""
 
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas of functions that the model may call
+    stops = False  # whether requests may have stop texts of their own
     tokenizer: str | None = None  # directory of the tokenizer that encodes replies of tools and environments
     reads: tuple[str, ...] = ()  # columns that an engine gets in addition to the prompt
     columns: tuple[ColumnSpec, ...] = ()  # columns that only rows of this kind have

@@ -60,7 +60,7 @@ class TurnLimits:
 
 
 @dataclass(frozen=True)
-class Opening:
+class AgentOpening:
     """The messages and tools (JSON schemas) with which an agent begins its conversation."""
 
     messages: list[ChatMessage]
@@ -87,7 +87,7 @@ class Reply:
     messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
     # token ids of the complete next prompt, if the environment renders messages itself; else None
     prompt: tuple[int, ...] | None = None
-    opening: Opening | None = None  # instead of the prompt of the data
+    opening: AgentOpening | None = None  # instead of the prompt of the data
     limits: TurnLimits = TurnLimits()  # of the next turn
     reward: float = 0.0  # added to the reward of the last turn
     done: bool = False  # whether the episode is over

@@ -53,7 +53,7 @@ class EpisodeKind(ResponseKind):
     ) -> None:
         self.setup, self.tools, self.check_fields = setup, tools, check_fields
         self.environments, self._apart = environments, apart
-        self.tokenizer = setup.tokenizer
+        self.tokenizer, self.stops = setup.tokenizer, bool(setup.flags.agent)
         self.columns = episode_columns(len(tools), setup.flags.max_turns)
         self.measured = tuple(column.name for column in self.columns if column.name in MEASURED)
         self.drops_failed = setup.flags.environment_on_error == "drop"

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from mindspeed_rl_plugin.episodes.environments import Opening, Reply, Turn, TurnLimits
+from mindspeed_rl_plugin.episodes.environments import AgentOpening, Reply, Turn, TurnLimits
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
@@ -36,7 +36,7 @@ class RolloutReport(msgspec.Struct):
     seconds: float  # since the model's last turn, or since the rollout began
     prompt: list[int] | None = None  # token ids of the prompt of the turn that it requests
     messages: list[dict[str, Any]] = []  # those that are new in this prompt
-    opening: Opening | None = None
+    opening: AgentOpening | None = None
     most: int | None = None  # as in `TurnLimits`
     stop: tuple[str, ...] = ()
     unheard: bool = False

@@ -21,7 +21,6 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
     """The engine's options. dtype: of its weights."""
     rollout, data, reward = inputs.config.rollout, inputs.config.data, inputs.config.reward
     graded_beside = reward.reward_model_device == "accelerator"
-    agent = inputs.config.episodes.agent  # its requests may have stops
     return VllmOptions(
         config=inputs.engine_config,
         max_model_len=data.max_prompt_length + rollout.max_response_length,
@@ -37,7 +36,7 @@ def options(inputs: Inputs, dtype: torch.dtype) -> VllmOptions:
         record_routes=inputs.config.forward.router_replay == "rollout",
         deadline=inputs.config.monitor.wait_timeout,
         trust_remote_code=data.trust_remote_code,
-        tokenizer=inputs.tokenizer_path if agent or needs_tokenizer(rollout.stop) else None,
+        tokenizer=inputs.tokenizer_path if inputs.responses.stops or needs_tokenizer(rollout.stop) else None,
     )
 
 

@@ -42,7 +42,7 @@ def run(made, turns, record=None, count=1, **options):
     with contextlib.closing(made.environments()) as environments:
         engine = made.over(Scripted(turns, **options), tokenizer, environments, Peers())
         prompt = made.format(tokenizer, environments).prompt([{"role": "user", "content": "What?"}])
-        fields = {**FIELDS, "text": "What?", "record": record or {}}
+        fields = {**FIELDS, "text": "What?", "answer": "42", "record": record or {}}
         requests = [
             response_request(Sampling(10**6), 0, SampleId(0, 0, n), prompt, fields=fields) for n in range(count)
         ]
