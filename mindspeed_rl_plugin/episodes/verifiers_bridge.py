@@ -45,7 +45,8 @@ class VerifiersEnvironments(RolloutEnvironments):
         """See `Environments`. cut: the turn that a limit has cut, for verifiers to score."""
         self._answer(episode, "finish", cut and self._spoken(cut))
 
-    def check_fields(self, rows: Mapping[str, Set[str]]) -> None:
+    @staticmethod
+    def check_fields(rows: Mapping[str, Set[str]]) -> None:
         for where, fields in rows.items():
             if ROW not in fields:
                 raise ValueError(
