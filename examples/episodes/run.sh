@@ -21,7 +21,7 @@ case "$task" in
         ;;
     agent)
         data=calculator iterations=20 claim=(--before-at-most 0.2 --after-at-least 0.9)
-        who=(--rl-agent examples/episodes/agent.py:play --rl-max-turns 3 --rl-reward exact)
+        who=(--rl-agent examples/episodes/agent.py:play --rl-tool-parser hermes --rl-max-turns 3 --rl-reward exact)
         ;;
     control)
         data=calculator iterations=20 claim=(--after-at-most 0.4)

@@ -42,13 +42,12 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
 
 def notes(config: RLConfig) -> Iterator[str]:
     """Notes on valid flags, one line each."""
-    flags, named = config.episodes, _named(config)
-    who = f"--rl-agent {flags.agent}" if flags.agent else f"--rl-environment {flags.environment}"
-    if (flags.environment or flags.agent) and ENVIRONMENT not in named:
+    environment, named = config.episodes.environment, _named(config)
+    if environment and ENVIRONMENT not in named:
         own = any(name not in BUILTIN and not name.startswith(MODEL_PREFIX) for name in named)
         yield (
-            f"--rl-reward {' '.join(config.graders)} lacks the reward of {who}, so this reward "
-            "trains nothing"
+            f"--rl-reward {' '.join(config.graders)} lacks the reward of --rl-environment {environment}, so the "
+            "environment's reward trains nothing"
             f"{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
             f"{ENVIRONMENT} to --rl-reward, or {ENVIRONMENT}=0 to only log it"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.control_tokens import MARK, ControlTokens, whole
@@ -227,13 +227,19 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
 
 
 class AgentFormats:
-    """The formats for the tools of agents' requests; agents of a job have few sets of tools."""
+    """The formats for the tools of agents' requests; agents of a job have few sets of tools. parser: gives the parser
+    of calls, or raises ValueError if there is none."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._made = tokenizer, dict[str, RawFormat]()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Callable[[], Callable[[str], Any]]) -> None:
+        self._tokenizer, self._parser, self._made = tokenizer, parser, dict[str, RawFormat]()
+
+    def parse(self, text: str) -> Any:
+        return self._parser()(text)
 
     def __call__(self, tools: Sequence[Mapping[str, Any]]) -> RawFormat:
-        """Raises ValueError for a chat template that cannot show these tools."""
+        """Raises ValueError for a chat template that cannot show these tools, or without a parser of calls."""
+        if tools:
+            self._parser()
         key = json.dumps(tools)
         if key not in self._made:
             if len(self._made) >= MAX_FORMATS:

@@ -176,7 +176,7 @@ def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
                 f"--rl-max-turns 1 with tools ({', '.join(tool_names(environments.tools))}): the model would never "
                 "see a result; give 2 or more"
             )
-        if environments.tools:
+        if environments.tools or (setup.flags.agent and setup.flags.tool_parser != "auto"):
             make_parser(setup.flags.tool_parser, tokenizer)
     except ValueError:
         environments.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 from collections.abc import Mapping
@@ -136,9 +137,12 @@ class EpisodeSetup:
             on_error=flags.environment_on_error,
         )
         if engine.leader:
-            parse = make_parser(flags.tool_parser, tokenizer) if environments.tools or flags.agent else lambda text: ()
-            formats = AgentFormats(tokenizer) if flags.agent else None
-            lead = Lead(limits, self.format(tokenizer, environments), parse, environments, formats)
+            form, formats = self.format(tokenizer, environments), None
+            parse = make_parser(flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
+            if flags.agent:
+                formats = AgentFormats(tokenizer, functools.cache(lambda: make_parser(flags.tool_parser, tokenizer)))
+                parse = formats.parse
+            lead = Lead(limits, form, parse, environments, formats)
         elif environments is not None:
             environments.close()
         longest, begins = flags.longest_turn(self.response), bool(flags.environment or flags.agent)

@@ -93,6 +93,8 @@ class Agents:
         try:
             run = self._call(row, conversation) if self._function else self._command(row, conversation, episode)
             reward = await run
+            if reward is not None and not self._setup.rewarded:
+                self._note("the reward that the agent gives is not graded; for this add environment to --rl-reward")
             if reward is None and self._setup.rewarded and conversation.over is None:
                 raise AgentFailed("gave no reward; let it give one (docs/agents.md), or name graders in --rl-reward")
             if not math.isfinite(reward := float(reward or 0.0)):
