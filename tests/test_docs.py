@@ -1,6 +1,7 @@
 """The pages name what exists: relative links lead to a file and a heading, --rl-* flags are flags, paths are there."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,12 @@ def test_what_is_not_there_is_seen(tmp_path):
 def test_the_example_of_the_dock_runs() -> None:
     text = (ROOT / "docs" / "dock.md").read_text()
     exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], {})
+
+
+def test_the_script_of_start_reads_quoted_flags_of_import(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^eval .*model\.args.*$", (ROOT / "docs" / "start.md").read_text(), re.MULTILINE)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "model.args").write_text("--moe-layer-freq '[0,1]' --num-layers 2\n")
+    command = ["bash", "-c", f"{line}\nprintf '%s\\n' \"${{MODEL_ARGS[@]}}\""]
+    words = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split("\n")
+    assert words == ["--moe-layer-freq", "[0,1]", "--num-layers", "2", ""]

@@ -192,6 +192,8 @@ class Adapters(Module):
             left.append(contextlib.ExitStack())
             if self.enabled:
                 weights = one()
+                for weight in weights:
+                    weight.requires_grad_()  # without gradients too: torch and Megatron choose the multiplication by it
                 vars(module).update(zip(one.attributes, weights, strict=True))
                 if torch.is_grad_enabled():
                     left[-1].enter_context(_merged_again(one, weights))

@@ -38,16 +38,20 @@ def other_layout(folder: Path, args: Any) -> Iterator[str]:
     """A line for each layout argument in which a distributed checkpoint differs from this run, which resumes from it.
     No line if the checkpoint has no optimizer state, or if this state can be resharded: the optimizer is not
     distributed, or --dist-ckpt-optim-fully-reshardable was given (in core 0.12: --ckpt-fully-parallel-save). Source:
-    _build_sharded_state_dict_metadata of megatron/training/checkpointing.py.
+    _build_sharded_state_dict_metadata of megatron/training/checkpointing.py. But above an expert parallel size of 1
+    experts have an optimizer of their own (ChainedOptimizer.load_state_dict of megatron/core/optimizer/optimizer.py).
     """
-    saved = _common_args(folder)
+    saved, ep = _common_args(folder), "expert_model_parallel_size"
     reshards = getattr(saved, "dist_ckpt_optim_fully_reshardable", getattr(saved, "ckpt_fully_parallel_save", True))
-    if reshards or not getattr(saved, "use_distributed_optimizer", False) or getattr(saved, "no_save_optim", False):
+    if getattr(saved, "no_save_optim", False):
         return
-    names = [*_LAYOUT, "expert_model_parallel_size"] if getattr(args, "num_experts", None) else [*_LAYOUT]
+    experts = getattr(args, "num_experts", None)
+    names = [*_LAYOUT, ep] if experts else [*_LAYOUT]
     etp, tp = "expert_tensor_parallel_size", "tensor_model_parallel_size"
+    if reshards or not getattr(saved, "use_distributed_optimizer", False):
+        names = [ep] if experts and 1 in (getattr(saved, ep, 1), getattr(args, ep)) else []
     # the checkpoint or this run gives experts another tensor parallel size
-    if any(getattr(each, etp, None) not in (None, getattr(each, tp)) for each in (saved, args)):
+    elif any(getattr(each, etp, None) not in (None, getattr(each, tp)) for each in (saved, args)):
         names.append(etp)
     for name in names:
         if (theirs := getattr(saved, name, None)) not in (None, ours := getattr(args, name)):

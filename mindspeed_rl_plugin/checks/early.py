@@ -127,7 +127,7 @@ def refuse_misspelt(
             if given_config() is not None:
                 words = (word.partition("=")[0] for word in message.split() if word.startswith("--"))
                 options = parser._option_string_actions
-                near = [flag for word in words for flag in difflib.get_close_matches(word, options, n=1)]
+                near = [flag for w in words if w not in options for flag in difflib.get_close_matches(w, options, n=1)]
                 hint = f"; did you mean {near[0]}?" if near else ""
                 say(line := f"the script's arguments are refused: {message}{hint}")
                 record_failure(line)

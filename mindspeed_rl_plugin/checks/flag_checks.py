@@ -161,7 +161,8 @@ def _start(args: Any, config: RLConfig) -> Iterator[str]:
     for line in other_layout(folder, args) if resumes else ():
         yield (
             f"{folder}: {line}, but the saved optimizer state only fits the saved layout: resume in the saved layout, "
-            "and save with --dist-ckpt-optim-fully-reshardable before you change the layout"
+            "and save with --dist-ckpt-optim-fully-reshardable before you change the layout (but never an "
+            "--expert-model-parallel-size of 1 to more, or back)"
         )
 
 

@@ -58,7 +58,14 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     parallel = Parallel.from_megatron_args(args)
     for stage in range(parallel.pp):
         rank = next(r for r in range(parallel.world) if parallel.coordinates(r).pp == stage)
-        modules = [m.module for m in adapted(shape, parallel, rank, (IMPLS[0], EXPERTS[0]), targets)]
+        found = adapted(shape, parallel, rank, (IMPLS[0], EXPERTS[0]), targets)
+        if parallel.ep > 1 and found and all(m.experts for m in found):
+            yield (
+                f"{flag} with --expert-model-parallel-size {parallel.ep}: pipeline stage {stage} trains experts only, "
+                "and Megatron cannot save an optimizer that has nothing else (one matrix of attention more is enough); "
+                "remove --rl-lora-targets, or give --expert-model-parallel-size 1"
+            )
+        modules = [m.module for m in found]
         for chunk in range(parallel.vpp):
             if not any(name.startswith(chunk_prefix(chunk, parallel.vpp)) for name in modules):
                 yield (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mindspeed_rl_plugin.environment import say
 from mindspeed_rl_plugin.forward.tree import PrefixTree
 from mindspeed_rl_plugin.ranks import gather_all
 from mindspeed_rl_plugin.rows import route_dtype
@@ -215,6 +216,11 @@ def check(numbers: tuple[int, ...]) -> Tensor:
     for i, part in enumerate(PARTS):
         if part not in checked and ever[:, i, 0].min() >= CHECKED:
             checked.add(part)
+            agree = [counts[ROUTE_COUNTS.index("equal")] / counts[0] for counts in ever[:, i].tolist()]
+            say(
+                f"routes of the engine's tokens {part}: at least {min(agree):.1%} in each layer are the trainer's own "
+                f"choice ({int(ever[:, i, 0].sum())} slots)"
+            )
             for number, counts in zip(numbers, ever[:, i].tolist(), strict=True):
                 _check(f"--rl-router-replay: routes of layer {number} {part}", *counts)
     return now.sum(1)

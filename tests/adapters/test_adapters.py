@@ -164,6 +164,11 @@ def test_a_module_runs_with_merged_weights_and_its_parameter_stays():
     want = by_hand(one, base)
     torch.testing.assert_close(chunk(x), x @ want.T, rtol=0, atol=1e-12)
     assert torch.equal(chunk.linear.weight, base) and "weight" not in vars(chunk.linear)
+    asked, linear = [], chunk.linear.forward
+    chunk.linear.forward = lambda x: asked.append(chunk.linear.weight.requires_grad) or linear(x)
+    with torch.no_grad():
+        chunk(x)
+    assert asked == [True], "by it torch chooses how to multiply: as with gradients"
     with BaseModel().swapped_into([chunk]):
         assert torch.equal(chunk(x), x @ base.T)
     with pytest.raises(RuntimeError):

@@ -382,6 +382,7 @@ REFUSED: dict[str, list[dict]] = {
         LORA | {"reuse_fp32_param": True},
         LORA | FOLDED,
         LORA | {"--rl-lora-targets": "q_proj,qkv"},
+        LORA | MOE | {"--rl-lora-targets": "experts.down_proj", "expert_model_parallel_size": 2},
         {"--rl-lora-rank": "300"},
         LORA | {"tensor_model_parallel_size": 8, "world_size": 8},
         LORA | {"enable_mg2hf_convert": True},

@@ -72,6 +72,15 @@ def test_a_resume_in_a_layout_that_its_optimizer_state_cannot_take_is_refused(sa
     assert not list(flag_checks._start(build({"save": str(folder.parent), "tensor_model_parallel_size": 4}), None))
 
 
+@pytest.mark.parametrize("theirs, ours, refused", [(2, 1, True), (1, 2, True), (2, 4, False), (1, 1, False)])
+def test_optimizer_state_of_experts_does_not_reshard_from_or_to_one_rank(saved, build, theirs, ours, refused):
+    folder = saved(tensor_model_parallel_size=4, num_experts=8, expert_model_parallel_size=theirs)
+    write_state(str(folder.parent), 3, {})
+    now = {"save": str(folder.parent), "num_experts": 8, "expert_model_parallel_size": ours}
+    lines = list(flag_checks._start(build(now), None))
+    assert [f"-size is {theirs} in the checkpoint and {ours} in this run" in line for line in lines] == [True] * refused
+
+
 @pytest.mark.parametrize("theirs, ours", [("dualpipev", None), (None, "dualpipev"), ("dualpipev", "dualpipev")])
 def test_files_of_another_order_of_layers_are_refused(build, tmp_path, theirs, ours):
     """Sizes and names are those of virtual stages, so that Megatron would load them."""

@@ -119,7 +119,8 @@ def test_a_scripts_router_takes_the_experts_of_the_engine(script, tmp_path, caps
     env = checkouts(script)
     folder = rehearsed(Path(env[CHECKOUTS[1]], script), tmp_path, env, 2 if script == GROUPS else 1, (), REPLAY)
     check(script, folder, tmp_path, capsys)
-    assert all(line["router/differ"] < 0.02 for line in read_jsonl(folder / "save" / "rl" / "metrics.jsonl"))
+    trained = [line for line in read_jsonl(folder / "save" / "rl" / "metrics.jsonl") if "grad_norm" in line]
+    assert trained and all(line["router/differ"] < 0.02 for line in trained)
 
 
 def check(script: str, folder: Path, tmp_path: Path, capsys) -> None:

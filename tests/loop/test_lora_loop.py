@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_async_loop import ASYNC, STRICT
 from test_dpo_loop import dpo  # noqa: F401
-from test_torch_dist_loop import EP2, PP2, check_resumes
+from test_torch_dist_loop import ANY_LAYOUT, EP2, PP2, check_another_layout, check_resumes
 
 from mindspeed_rl_plugin.checkpoints.checkpoint_files import read_state
 from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
@@ -14,15 +14,16 @@ from mindspeed_rl_plugin.checkpoints.dist_files import DistFiles
 LORA = ("--rl-lora-rank", "4", "--rl-lora-alpha", "8", "--lr", "2e-2")
 TP2 = ("--tensor-model-parallel-size", "2", "--rl-generate-tp", "1", "--rl-verify-weights")
 GATHERED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-SHARED = ("--rl-max-tokens-per-microbatch", "64", "--rl-share-prompts", "--recompute-granularity", "full")
-SHARED += ("--recompute-method", "uniform", "--recompute-num-layers", "1")
+SHARED = ("--rl-max-tokens-per-microbatch", "64", "--rl-share-prompts")
+RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 SAVED = ("--train-iters", "4", "--save-interval", "2", "--ckpt-format")
 MOVED = 1e-6  # nats, least KL to the reference after an update
 
 
-def test_tp2_with_the_distributed_optimizer_shared_prompts_and_a_resume_from_torch_dist(job):
+def test_tp2_with_the_distributed_optimizer_shared_prompts_and_a_resume_from_torch_dist(job, arithmetic):
     """The reference is the model without adapters, also after a resume."""
-    run = job(*SAVED, "torch_dist", *TP2, *LORA, *GATHERED, *SHARED)
+    evaluated = ("--rl-eval-data", str(arithmetic / "heldout.jsonl"), "--rl-eval-every", "2")
+    run = job(*SAVED, "torch_dist", *TP2, *LORA, *GATHERED, *SHARED, *evaluated)
     run.stop_at(2)
     files = DistFiles(run.save / "iter_0000002")
     names = [name for name in files.tensors() if not name.startswith("optimizer")]
@@ -30,13 +31,27 @@ def test_tp2_with_the_distributed_optimizer_shared_prompts_and_a_resume_from_tor
     result = run.run()
     assert "training resumes from" in result.log
     result.check_agreement(4, MOVED)
+    assert [line["iteration"] for line in result.evaluations] == [0, 2, 4]
     assert read_state(str(run.save), 4)[0]["loop"]["adapter"]["--rl-lora-rank"] == 4
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("split, model", [(EP2, "moe_model"), (PP2, "dense_model")], ids=["MoE-EP2", "PP2-tied"])
 def test_a_resume_is_the_uninterrupted_run(job, request, split, model):
-    check_resumes(job, *split, at=(3,), more=LORA, model=request.getfixturevalue(model))
+    more = (*LORA, *ANY_LAYOUT, *RECOMPUTED)
+    _, again, whole = check_resumes(job, *split, at=(3,), more=more, model=request.getfixturevalue(model))
+    if split == PP2:
+        check_another_layout(again, whole, PP2[0], "1")
+
+
+@pytest.mark.slow
+def test_the_bias_of_a_router_does_not_move(job, latent_model):
+    """No weight does without a learning rate. Adapters of attention only."""
+    still = ("--lr", "0", "--rl-lora-targets", "o_proj")
+    result = job("--train-iters", "3", *EP2, *LORA, *still, "--rl-verify-weights", model=latent_model).run()
+    assert "--moe-router-bias-update-rate 0.01 is 0 in this run" in result.log
+    assert len({line["weights/digest"] for line in result.metrics}) == 1 < len(result.metrics)
 
 
 @pytest.mark.slow

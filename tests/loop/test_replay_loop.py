@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from jobs import Job
 from test_episode_loop import CASES, EPISODES
+from test_lora_loop import LORA
 from test_partial_loop import CARRY, IMPOSED
 from test_resume_loop import dapo
 from test_routes_loop import REPLAY
@@ -166,13 +167,13 @@ def test_a_job_that_cannot_start_says_why(replay, save):
     assert first.startswith("replay: the job ended with status 1") and "--rl-clip-high" in "".join(lines)
 
 
-@pytest.mark.parametrize("kind", ["carried", "async", "turns, carried", "turns, async", "async, experts"])
+@pytest.mark.parametrize("kind", ["carried", "async", "turns, carried", "turns, async", "async, experts, LoRA"])
 def test_rollouts_of_several_epochs(replay, job, tmp_path, long_model, moe_model, kind):
     """Groups that dynamic sampling deferred and responses that went on, and rollouts of engines that are apart, which
     tell the experts of each token."""
     flags, more = (dapo(tmp_path, *CARRY), {"script": IMPOSED}) if kind == "carried" else (ASYNC, {})
     if "experts" in kind:
-        flags, more = (*ASYNC, *REPLAY), {"model": moe_model}
+        flags, more = (*ASYNC, *REPLAY, *LORA), {"model": moe_model}
     if "turns" in kind:
         carried = CASES["partial rollouts"] if kind == "turns, carried" else ASYNC
         flags, more = (*EPISODES, *carried, "--rl-algorithm", "reinforce++"), {"model": long_model}

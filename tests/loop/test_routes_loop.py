@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from jobs import AGREEMENT, ROOT
+from test_lora_loop import LORA
 
 from mindspeed_rl_plugin.tools.doctor.nodes import Nodes
 from mindspeed_rl_plugin.tools.doctor.result import PASS
@@ -79,13 +80,14 @@ def test_old_replays_the_pass_of_old_log_probs(job, moe_model, layout):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("where", ["apart", "joined", "on Ray"])
 def test_engines_elsewhere_tell_their_routes(request, job, joined, monkeypatch, moe_model, where):
-    """Without lag. The one that joins chooses other experts; ranks of the job that generate do not run the script."""
+    """Without lag. The one that joins chooses other experts; its job trains adapters. Generating ranks do not run the
+    script."""
     if where == "on Ray":
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
     wanted = {"apart": "1", "joined": "0", "on Ray": "ray:1,device=cpu"}[where]
     flags = (*APART, wanted, "--rl-max-staleness", "0", "--rl-verify-weights", "--train-iters", "3", *REPLAY)
     monkeypatch.setenv("BIAS", "0.02")
-    flags += ("--rl-wait-timeout", "300")
+    flags += ("--rl-wait-timeout", "300", *(LORA if where == "joined" else ()))
     running = job(*flags, model=moe_model, ranks=2 if where == "apart" else 1).dumping().start()
     guests = [joined(running).join()] if where == "joined" else []
     result = running.wait(400)
@@ -123,10 +125,10 @@ def test_a_token_keeps_the_routes_with_which_it_was_sampled(job, joined, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("replay", [REPLAY, ()])
+@pytest.mark.parametrize("replay", [REPLAY, (*REPLAY, *LORA), ()], ids=["replay", "adapters", "none"])
 def test_doctor_compares_a_launch_that_replays(job, monkeypatch, moe_model, tmp_path, replay):
     """The engine chooses another expert for more than a quarter of the tokens, so that they part without replay."""
-    monkeypatch.setenv("BIAS", "0.1")
+    monkeypatch.setenv("BIAS", "0.5")
     words = job("--train-iters", "2", *LAYOUTS["EP2"].split(), *replay, model=moe_model).command(0, 0)
     arguments, env = words[words.index("mindspeed_rl_plugin") + 2 :], {"PYTHONPATH": str(ROOT)}
     found = [*compare_launch(TrainBench(Nodes(2), tmp_path / "doctor", Entry(REROUTED, []), env, "float32", arguments))]

@@ -44,6 +44,18 @@ def check_resumes(job, *split: str, at: tuple[int, ...], more: tuple[str, ...] =
     return first, again, whole
 
 
+def check_another_layout(again, whole, *layout: str) -> dict:
+    """Resume a job of `check_resumes`, with ANY_LAYOUT, in another layout. The metrics that are nearly the same."""
+    expected = whole.metrics[3]
+    (again.save / TRACKER).write_text("3")
+    again.extra = (*again.extra, *layout)
+    moved = again.run(600).metrics[3]
+    same = [name for name in expected if name.startswith(("loss", "kl/", "critic/", "grad_norm", "entropy"))]
+    of_same = {name: expected[name] for name in same}
+    assert {name: moved[name] for name in same} == pytest.approx(of_same, rel=1e-3, abs=1e-6)
+    return of_same
+
+
 @pytest.mark.parametrize(
     "split, model, change",
     [
@@ -102,11 +114,5 @@ def test_a_critic_too_is_saved_resumed_and_loaded(job):
     assert result.metrics[0]["critic/value_mean"] != 0.0
     result = job(*more, "--rl-critic-load", str(first.save), name="fresh").run(600)
     assert "with a fresh value head" in result.log and result.metrics[0]["critic/value_mean"] == 0.0
-
-    expected = whole.metrics[3]
-    (again.save / TRACKER).write_text("3")
-    again.extra = (*again.extra, "--tensor-model-parallel-size", "1")
-    moved = again.run(600).metrics[3]
-    same = [name for name in expected if name.startswith(("loss", "kl/", "critic/", "grad_norm", "entropy"))]
-    assert len(same) > 8
-    assert {name: moved[name] for name in same} == pytest.approx({name: expected[name] for name in same}, rel=1e-3)
+    moved = check_another_layout(again, whole, "--tensor-model-parallel-size", "1")
+    assert sum(name.startswith("critic/") for name in moved) > 3
