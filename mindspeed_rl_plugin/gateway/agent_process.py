@@ -11,17 +11,16 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import queue
 import shlex
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from mindspeed_rl_plugin.environment import users_variables
+from mindspeed_rl_plugin.gateway.command import AgentFailed, run_command
 from mindspeed_rl_plugin.gateway.conversation import Conversation
 from mindspeed_rl_plugin.gateway.messages import JobSampling
 from mindspeed_rl_plugin.gateway.server import Gateway
@@ -30,8 +29,6 @@ from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 CLEAN_UP_SECONDS = 10.0  # for agents to end after the parent has closed the lifeline or ended
-LAST_CHARACTERS = 2000  # of a command's output that its failure shows
-LOOK_SECONDS = 1.0  # between two looks at the memory of commands
 GIVEN = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
 
 
@@ -45,10 +42,6 @@ class AgentSetup(NamedTuple):
     variables: tuple[str, ...]  # names of further environment variables of commands
     memory: float  # most memory of a command and its children [GiB]
     rewarded: bool  # whether an agent must give a reward
-
-
-class AgentFailed(Exception):
-    """An agent has failed; the text says how."""
 
 
 class Agents:
@@ -141,48 +134,14 @@ class Agents:
         return await future
 
     async def _command(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> float | None:
-        """Run the command in a folder of its own. Returns the reward that it wrote."""
-        read, write = os.pipe()
-        variables = users_variables(self._setup.variables) | {
+        setup = self._setup
+        variables = users_variables(setup.variables) | {
             "OPENAI_BASE_URL": f"{self.gateway.url}/v1",
             "OPENAI_API_KEY": conversation.key,
-            "NO_PROXY": self._setup.host,
+            "NO_PROXY": setup.host,
             "MINDSPEED_RL_EPISODE": episode,
-            "MINDSPEED_RL_REWARD_FD": str(write),
         }
-        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
-            variables["TMPDIR"] = folder
-            with os.fdopen(read, "rb") as rewards:
-                try:
-                    process = await asyncio.create_subprocess_exec(
-                        *shlex.split(self._setup.agent),
-                        stdin=asyncio.subprocess.PIPE,
-                        stdout=asyncio.subprocess.PIPE,
-                        stderr=asyncio.subprocess.STDOUT,
-                        cwd=folder,
-                        env=variables,
-                        pass_fds=(write,),
-                        start_new_session=True,
-                    )
-                finally:
-                    os.close(write)
-                watch = asyncio.create_task(_limit_memory(process.pid, self._setup.memory))
-                talk = asyncio.create_task(_talk(process, json.dumps(row).encode()))
-                try:
-                    code = await process.wait()
-                finally:
-                    watch.cancel()
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
-                    await asyncio.wait([talk], timeout=LOOK_SECONDS)  # a process in another session may hold the pipe
-                    last = talk.result() if talk.done() else ""
-                if watch.done() and not watch.cancelled():
-                    raise AgentFailed(watch.result())
-                if code:
-                    raise AgentFailed(f"exited with code {code}; the end of its output:\n{last}")
-                os.set_blocking(rewards.fileno(), False)
-                return _reward(rewards.read(256) or b"")
+        return await run_command(shlex.split(setup.agent), json.dumps(row).encode(), variables, setup.memory)
 
     def _note(self, text: str) -> None:
         if text not in self._noted:
@@ -220,50 +179,3 @@ def _function(file: str, name: str) -> Callable[..., Any]:
             f"{name} must be a function whose parameters have names: {', '.join(GIVEN)}, or fields of a row"
         )
     return function
-
-
-async def _talk(process: asyncio.subprocess.Process, row: bytes) -> str:
-    """Write the row to a command, and read its output to the end. Returns the last characters."""
-
-    async def write() -> None:
-        with suppress(ConnectionError):  # it does not read
-            process.stdin.write(row)
-            await process.stdin.drain()
-        process.stdin.close()
-
-    writing, last = asyncio.create_task(write()), b""
-    while part := await process.stdout.read(1 << 16):
-        last = (last + part)[-LAST_CHARACTERS:]
-    writing.cancel()
-    return last.decode(errors="replace").strip()
-
-
-async def _limit_memory(leader: int, most: float) -> str:
-    """Kill a command's process group when it has more memory than `most` [GiB]. Returns what it had."""
-    while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        if (resident := _resident(leader) / (1 << 30)) > most:
-            with suppress(ProcessLookupError):
-                os.killpg(leader, signal.SIGKILL)
-            return f"was killed: it and its children had {resident:.2f} GiB, the limit is --rl-agent-memory {most:g}"
-
-
-def _resident(group: int) -> int:
-    """Bytes of memory of the processes of a group."""
-    pages = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                fields = file.read().rpartition(")")[2].split()
-            pages += int(fields[21]) if int(fields[2]) == group else 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _reward(written: bytes) -> float | None:
-    """The reward in what a command wrote to its descriptor. Raises AgentFailed if this is no number."""
-    if not (text := written.decode(errors="replace").strip()):
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise AgentFailed(f"wrote {text!r:.80} to the descriptor MINDSPEED_RL_REWARD_FD; write one number") from None

@@ -29,7 +29,7 @@ MAX_DEPTH = 64  # of the JSON in a body
 READ_SECONDS = 60.0  # for a request to arrive, once its head has
 MAX_CONNECTIONS = 4096
 KEEPALIVE_SECONDS = 15.0  # between two comments in a stream whose turn is not sampled yet
-LOOK_SECONDS = 0.5  # between two looks whether a client still waits
+CLIENT_LOOK_SECONDS = 0.5  # between two looks whether a client still waits
 
 
 class Gateway:
@@ -87,7 +87,7 @@ class Gateway:
             events = _stream(call, lambda turn: chat_api.events(turn, *made, usage))
             return StreamingResponse(events, media_type="text/event-stream")
         while not call.turn.done() and not await request.is_disconnected():
-            await asyncio.wait([call.turn], timeout=LOOK_SECONDS)
+            await asyncio.wait([call.turn], timeout=CLIENT_LOOK_SECONDS)
         if await request.is_disconnected():  # the turn is kept for the same request, sent again
             return Response(status_code=499)
         turn, call.heard = call.turn.result(), True

@@ -1,13 +1,11 @@
 """Pools of tools and environments that leave nothing behind."""
 
-import contextlib
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from commands import until
-from pool_parts import FILE, schemas
+from pool_parts import FILE, alive, schemas
 
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 
@@ -30,13 +28,3 @@ def started(monkeypatch: pytest.MonkeyPatch, request) -> Iterator[Callable[..., 
     for pool in pools:
         pool.close()
     until(lambda: not alive(mark))
-
-
-def alive(mark: str) -> set[int]:
-    """Processes that have it in their environment."""
-    found = set()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in environ.read_bytes():
-                found.add(int(environ.parent.name))
-    return found

@@ -1,5 +1,6 @@
 """What the tests of `EnvironmentPool` share: short words for what is asked."""
 
+import contextlib
 from pathlib import Path
 
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
@@ -69,3 +70,13 @@ def begin(pool: EnvironmentPool, numbers, **record) -> None:
     for number in numbers:
         pool.begin(sample(number), task(**record), 7)
     assert all(reply.failure is None for reply in replies(pool).values())
+
+
+def alive(mark: str) -> set[int]:
+    """Processes that have it in their environment."""
+    found = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in environ.read_bytes():
+                found.add(int(environ.parent.name))
+    return found

@@ -3,27 +3,35 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import time
 
 import httpx
 import openai
 
-SCHEMAS = json.loads(os.environ.get("SCHEMAS", "[]"))
-
 
 def of(base_url, api_key, kind=openai.AsyncOpenAI):
     return kind(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+async def agent(row, base_url, api_key):
+    """The one that the row names."""
+    return await globals()[row["agent"]](row, base_url, api_key)
 
 
 async def plays(row, base_url, api_key):
     """Makes the calls that the model asks for, one after the other, until it asks for none."""
     client, messages = of(base_url, api_key), [{"role": "user", "content": row["prompt"]}]
     while True:
-        turn = (await client.chat.completions.create(model="any", messages=messages, tools=SCHEMAS)).choices[0].message
+        turn = (
+            (await client.chat.completions.create(model="any", messages=messages, tools=row["tools"]))
+            .choices[0]
+            .message
+        )
         messages.append(turn.model_dump(exclude_none=True))
         if not turn.tool_calls:
-            return None
+            return row.get("reward")
         for call in turn.tool_calls:
             text = json.loads(call.function.arguments)["text"]
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
@@ -34,7 +42,7 @@ async def plays_streaming(row, base_url, api_key):
     client, messages = of(base_url, api_key), [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]
     while True:
         text, calls = "", []
-        stream = await client.chat.completions.create(model="any", messages=messages, tools=SCHEMAS, stream=True)
+        stream = await client.chat.completions.create(model="any", messages=messages, tools=row["tools"], stream=True)
         async for chunk in stream:
             delta = chunk.choices[0].delta
             text += delta.content or ""
@@ -44,7 +52,7 @@ async def plays_streaming(row, base_url, api_key):
             call["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
         messages.append({"role": "assistant", "content": f" {text}\n", **({"tool_calls": calls} if calls else {})})
         if not calls:
-            return None
+            return row.get("reward")
         for call in calls:
             said = json.loads(call["function"]["arguments"])["text"]
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": said}]})
@@ -112,7 +120,26 @@ async def goes_away(row, base_url, api_key):
     return 1.0
 
 
-async def asks_nothing(row):
+async def floods(row, base_url, api_key):
+    """More than a body may have, JSON inside JSON, no JSON, a path that there is not, and another host."""
+    deep, said = "[" * 100 + "]" * 100, []
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {api_key}"}) as client:
+        url = f"{base_url}/chat/completions"
+        for body in (b" " * (33 << 20), deep.encode(), b"[" * 10**5, b"no"):
+            answer = await client.post(url, content=body)
+            said.append(f"{answer.status_code} {answer.json()['error']['message']}")
+        answers = [await client.get(f"{base_url}/episodes"), await client.get(f"{base_url}/models")]
+        answers.append(await client.post(url, json={}, headers={"Host": "elsewhere.example"}))
+        said += [f"{answer.status_code} {answer.text}" for answer in answers]
+    return await tells(said, row)
+
+
+async def dies(row, base_url, api_key):
+    await of(base_url, api_key).chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    os._exit(3)
+
+
+async def asks_nothing(row, *_):
     return 1.0
 
 
@@ -121,11 +148,7 @@ async def hangs(row, base_url, api_key):
     await asyncio.sleep(1000)
 
 
-def hangs_in_a_thread():
-    time.sleep(1000)
-
-
-async def raises(row):
+async def raises(row, *_):
     raise OSError("out of order")
 
 
@@ -137,6 +160,7 @@ def command():
     print("in", os.getcwd(), sorted(os.environ))
     with open(row["out"], "w") as file:
         json.dump({"said": answer.choices[0].message.content, "in": os.getcwd(), "env": sorted(os.environ)}, file)
+    subprocess.Popen(["sleep", "1000"], start_new_session=row.get("does") == "fails")
     if row.get("does") == "fails":
         sys.exit(3)
     if row.get("does") == "eats":

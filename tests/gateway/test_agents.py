@@ -1,16 +1,20 @@
 """Agents with real clients over the gateway: their rows are those of our own episodes, and their faults cost no job."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import pytest
+from commands import until
 from engine_parts import FIELDS, told
 from families import make_tokenizer, template
+from pool_parts import alive
 from test_trl_loop import Scripted, sampled
 
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
@@ -21,67 +25,83 @@ from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.rows import SampleId, Sampling
 
 AGENTS = Path(__file__).with_name("agents.py")
+COMMAND = f"{sys.executable} {AGENTS}"
 TOOLS = tuple(f"{Path(__file__).parents[1] / 'episodes' / 'user_code.py'}:{name}" for name in ("say", "repeat"))
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"text": "{}"}}}}\n</tool_call>'
 CALLS = [
     "I say.\n" + "\n".join(CALL.format(*call) for call in turn)
     for turn in ([("say", "a  b"), ("repeat", "<|im_end|>")], [("repeat", " é\\n")])
 ]
-TURNS = [sampled("qwen2_5", text, 3) for text in (*CALLS, "It is 12.")]
+SAID = "It is 12."
+TURNS = [sampled("qwen2_5", text, 3) for text in (*CALLS, SAID)]
+LAST = TURNS[2:]
 
 
 def setup(agent=None, tools=(), **more):
-    flags = {"max_turns": 9, "environment_timeout": 30.0, "environment_workers": 1, "environment_lockstep": True}
+    flags = {"max_turns": 9, "environment_timeout": 8.0, "environment_workers": 1, "environment_lockstep": True}
     config = EpisodeConfig(agent=agent, tools=tools, **{**flags, **more})
     return EpisodeSetup(config, "chat", "", 10**6, 10**6, 60.0)
 
 
-def run(made, turns, record=None, count=1, **options):
+def played(made, environments, turns, record, count=1, engine=Scripted):
     """Episodes of one prompt, whose turns a script gives. Returns their completions."""
     tokenizer = make_tokenizer("qwen2_5", template("qwen2_5"))
+    over = made.over(engine(iter(turns)), tokenizer, environments, Peers())
+    prompt = made.format(tokenizer, environments).prompt([{"role": "user", "content": "What?"}])
+    fields = {**FIELDS, "text": "What?", "answer": "42", "record": record}
+    sampling, ids = Sampling(10**6), [SampleId(0, 0, member) for member in range(count)]
+    requests = [response_request(sampling, 0, sample, prompt, fields=fields) for sample in ids]
+    return generate(over, requests, deadline=60)
+
+
+def run(made, turns, count=1, **record):
     with contextlib.closing(made.environments()) as environments:
-        engine = made.over(Scripted(turns, **options), tokenizer, environments, Peers())
-        prompt = made.format(tokenizer, environments).prompt([{"role": "user", "content": "What?"}])
-        fields = {**FIELDS, "text": "What?", "answer": "42", "record": record or {}}
-        requests = [
-            response_request(Sampling(10**6), 0, SampleId(0, 0, n), prompt, fields=fields) for n in range(count)
-        ]
-        return generate(engine, requests, deadline=60)
+        return played(made, environments, turns, record, count)
 
 
 @pytest.fixture(scope="module")
-def played():
+def agent():
+    """Runs an episode of an agent of the file, all in one process."""
+    made = dataclasses.replace(setup(f"{AGENTS}:agent"), rewarded=True)
+    with contextlib.closing(made.environments()) as environments:
+
+        def run(name, turns=LAST, engine=Scripted, **record):
+            return played(made, environments, turns, {"agent": name, **record}, engine=engine)[0]
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def own():
     """The row of our own episode, and the schemas of its tools."""
     made = setup(tools=TOOLS)
     with contextlib.closing(made.environments()) as environments:
-        schemas = environments.tools
-    return run(made, iter(TURNS))[0], json.dumps(schemas)
+        return played(made, environments, TURNS, {})[0], environments.tools
 
 
-@pytest.mark.parametrize("agent", ["plays", "plays_streaming"])
-def test_an_agents_row_is_that_of_our_own_episode(played, monkeypatch, agent):
-    row, schemas = played
-    monkeypatch.setenv("SCHEMAS", schemas)
-    (made,) = run(setup(f"{AGENTS}:{agent}"), iter(TURNS))
-    for name in ("prompt", "tokens", "logps", "mask", "turns", "finish", "segments"):
-        same = getattr(made, name) == getattr(row, name)
-        assert same if isinstance(same, bool) else same.all(), name
-    assert made.prompt[0] != made.tokens[0] and len(made.turns) == 3
+@pytest.mark.parametrize("name", ["plays", "plays_streaming"])
+def test_an_agents_row_is_that_of_our_own_episode(own, agent, name):
+    row, tools = own
+    made = agent(name, TURNS, tools=tools, reward=0.0)
+    for field in ("prompt", "tokens", "logps", "turns", "finish", "segments"):
+        assert getattr(made, field) == getattr(row, field), field
+    assert made.mask.equal(row.mask) and len(made.turns) == 3 and 0 < made.mask.sum() < len(made.tokens)
     assert [m["content"] for m in told(made).conversation] == [m["content"] for m in told(row).conversation]
 
 
-def test_a_function_that_is_no_coroutine_has_its_own_limits(tmp_path):
-    (one, two) = run(setup(f"{AGENTS}:waits"), iter([sampled("qwen2_5", "Hello! you", 3)] * 2), count=2)
+def test_a_function_that_is_no_coroutine_and_its_limits():
+    one, two = run(setup(f"{AGENTS}:waits"), [sampled("qwen2_5", "Hello! you", 3)] * 2, count=2)
     assert told(one).rewards == told(two).rewards == [5.0], "the text behind the stop is not the agent's"
 
 
-def test_a_history_that_differs_is_refused_with_the_place(tmp_path):
-    (made,) = run(setup(f"{AGENTS}:edits"), iter(TURNS[2:]), {"out": str(tmp_path / "said")})
+def test_a_history_that_differs_is_refused_with_the_place(agent, tmp_path):
+    made = agent("edits", out=str(tmp_path / "said"))
     said = (tmp_path / "said").read_text()
     assert "message 1 (assistant) has another content" in said and "message 0 (user) has another content" in said
     assert "the last message is the assistant's" in said and len(made.turns) == 1
 
 
+IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 REFUSED = [
     ({"temperature": 0.5}, "400 `temperature` is 0.5, and the job samples with 1.0"),
     ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "400 `tool_choice` is"),
@@ -90,104 +110,104 @@ REFUSED = [
     ({"n": 2}, "400 `n` is 2"),
     ({"stop": ["x"] * 9}, "400 `stop` must be at most 4"),
     ({"chat_template": "{{ x }}"}, "400 `chat_template` is not supported"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "400 message 0 has a part of type 'image_url'",
-    ),
+    ({"messages": IMAGE}, "400 message 0 has a part of type 'image_url'"),
     ({"messages": []}, "400 the body must be"),
     ({"messages": [{"role": "robot", "content": ""}]}, "400 message 0 has no role of"),
     ({"tools": [{"function": 1}]}, "400 a tool must be"),
     ({"max_tokens": 0}, "400 `max_tokens` is 0"),
 ]
-STRANGE = [({"Authorization": "Bearer 0-guessed"}, {}, "401 this key opens no conversation")]
+GUESSED = {"Authorization": "Bearer 0-guessed"}
 
 
-def test_requests_that_would_be_wrong_are_refused_and_the_rest_is_answered(tmp_path, capsys):
-    requests = [({}, more) for more, _ in REFUSED] + [(headers, more) for headers, more, _ in STRANGE]
+def test_requests_that_would_be_wrong_are_refused_and_the_rest_is_answered(agent, tmp_path, capsys):
+    requests = [({}, more) for more, _ in REFUSED] + [(GUESSED, {}), ({"X-Api-Key": "1-"}, {})]
     requests.append(({}, {"tool_choice": "required", "temperature": 1, "user": "me", "top_p": None, "seed": 3}))
     out = tmp_path / "said"
-    (made,) = run(setup(f"{AGENTS}:asks_for"), iter(TURNS[2:]), {"requests": requests, "out": str(out)})
+    made = agent("asks_for", requests=requests, out=str(out))
     *refused, last = out.read_text().splitlines()
-    expected = [text for _, text in REFUSED] + [STRANGE[0][2]]
+    expected = [text for _, text in REFUSED] + ["401 this key opens no conversation"] * 2
     assert [line[: len(text)] for line, text in zip(refused, expected, strict=True)] == expected
     assert last == "200 ok" and told(made).rewards == [1.0]
     said = capsys.readouterr().out
     assert "'tool_choice' of agents' requests, \"required\", counts as" in said
-    assert "'seed' of agents' requests is ignored" in said and "'user' of agents' requests is ignored" in said
+    assert said.count("'seed' of agents' requests is ignored") == said.count("'user' of agents' requests") == 1
 
 
-def test_an_answer_that_reached_nobody_is_not_trained(tmp_path):
-    class Slow(Scripted):
-        def step_along(self, steps):
-            time.sleep(0.5)
-            return super().step_along(steps)
+def test_what_is_no_request_costs_nothing(agent, tmp_path):
+    with pytest.raises(EpisodeError, match="ended before it had a turn"):
+        agent("floods", out=str(tmp_path / "said"))
+    long, deep, deeper, no, path, models, host = (tmp_path / "said").read_text().splitlines()
+    assert long.startswith("413 the body is longer than 33554432 bytes") and "more than 64 deep" in deep
+    assert all("400 the body is no JSON" in line for line in (deeper, no)) and "404" in path and "no GET" in path
+    assert models.startswith("200") and '"policy"' in models and host == "400 Invalid host header"
 
+
+class Slow(Scripted):
+    """Takes longer than an agent has patience."""
+
+    def step_along(self, steps):
+        time.sleep(0.5)
+        return super().step_along(steps)
+
+
+@pytest.mark.parametrize("stays", [0.1, 3])
+def test_an_answer_that_reached_nobody_is_not_trained(agent, stays):
     turn = sampled("qwen2_5", "Hello", 2)
-    made = setup(f"{AGENTS}:goes_away")
-    tokenizer = make_tokenizer("qwen2_5", template("qwen2_5"))
-    rows = []
-    for stays in (0.1, 3):
-        with contextlib.closing(made.environments()) as environments:
-            engine = made.over(Slow(iter([turn, turn])), tokenizer, environments, Peers())
-            fields = {**FIELDS, "text": "What?", "record": {"stays": stays}}
-            request = response_request(Sampling(10**6), 0, SampleId(0, 0, 0), (1, 2), fields=fields)
-            rows += generate(engine, [request], deadline=60)
-    for row in rows:
-        assert row.tokens == tuple(turn) and row.turns == ((0, len(turn)),) and told(row).rewards == [1.0]
-        assert [m["role"] for m in told(row).conversation] == ["user", "assistant", "user"]
+    row = agent("goes_away", [turn, turn], engine=Slow, stays=stays)
+    assert row.tokens == tuple(turn) and row.turns == ((0, len(turn)),) and told(row).rewards == [1.0]
+    assert [m["role"] for m in told(row).conversation] == ["user", "assistant", "user"]
 
 
-@pytest.mark.parametrize(
-    "agent, why",
-    [
-        ("asks_nothing", "ended before it had a turn of the model"),
-        ("raises", "raised OSError: out of order"),
-        ("plays_nothing", "has no 'plays_nothing'"),
-    ],
-)
-def test_agents_that_fail_say_why(agent, why):
-    with pytest.raises(EpisodeError, match=why):
-        run(setup(f"{AGENTS}:{agent}"), iter(TURNS))
+FAILURES = {
+    "asks_nothing": "ended before it had a turn of the model",
+    "raises": "raised OSError: out of order",
+    "dies": "was in an agents' process whose code ended its process, which exited with code 3",
+    "plays": "gave no reward",
+}
 
 
-def test_an_agent_that_hangs_is_ended_and_graded():
-    (made,) = run(setup(f"{AGENTS}:hangs", environment_timeout=4.0), iter(TURNS[2:]))
+@pytest.mark.parametrize("name", FAILURES)
+def test_agents_that_fail_say_why(agent, name):
+    with pytest.raises(EpisodeError, match=FAILURES[name]):
+        agent(name, tools=[])
+
+
+def test_an_agent_that_hangs_is_ended_and_graded(agent):
+    made = agent("hangs")
     assert made.finish == "time" and len(made.turns) == 1 and told(made).rewards == [0.0]
 
 
-COMMAND = f"{sys.executable} {AGENTS}"
-
-
-def test_a_command_gets_a_row_and_a_place_of_its_own_and_gives_its_reward(tmp_path, monkeypatch):
+def test_a_command_gets_a_row_and_a_place_of_its_own_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "x")
+    monkeypatch.setenv("LC_ALL", mark := f"C.{uuid.uuid4().hex}")
     out = tmp_path / "said"
-    (made,) = run(setup(COMMAND), iter(TURNS[2:]), {"out": str(out)})
+    (made,) = run(setup(COMMAND), LAST, out=str(out))
     said = json.loads(out.read_text())
-    assert said["said"] == "It is 12." and told(made).rewards == [0.75]
+    assert said["said"] == SAID and told(made).rewards == [0.75] and made.finish == "stop"
     assert not os.path.exists(said["in"]) and "SECRET" not in said["env"] and "OPENAI_API_KEY" in said["env"]
-
-
-def test_a_command_that_fails_eats_or_gives_no_reward(tmp_path):
-    made, turns = setup(COMMAND), TURNS[2:]
     with pytest.raises(EpisodeError, match="exited with code 3; the end of its output:\nin "):
-        run(made, iter(turns), {"out": str(tmp_path / "a"), "does": "fails"})
-    with pytest.raises(EpisodeError, match="had .* GiB, the limit is --rl-agent-memory 0.5"):
-        run(setup(COMMAND, agent_memory=0.5), iter(turns), {"out": str(tmp_path / "a"), "does": "eats"})
+        run(setup(COMMAND), LAST, out=str(out), does="fails")
+    until(lambda: not alive(mark))
+
+
+@pytest.mark.slow
+def test_a_command_that_eats_memory_is_killed(tmp_path):
+    with pytest.raises(EpisodeError, match="had .* GiB with its children; the limit is --rl-agent-memory 0.5"):
+        run(setup(COMMAND, agent_memory=0.5), LAST, out=str(tmp_path / "said"), does="eats")
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
 MULTIPLIES = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+SHOWN = {
+    "agent.py": ("{}/agent.py:play", [MULTIPLIES, "42"], ["42"]),
+    "ask.py": (sys.executable + " {}/ask.py", ["42"], []),
+}
 
 
-@pytest.mark.parametrize(
-    "file, agent, turns, results",
-    [
-        ("agent.py", "{}/agent.py:play", [MULTIPLIES, "42"], ["42"]),
-        ("ask.py", sys.executable + " {}/ask.py", ["42"], []),
-    ],
-)
-def test_the_agents_of_the_page_run_as_they_stand_there(tmp_path, file, agent, turns, results):
+@pytest.mark.parametrize("file", SHOWN)
+def test_the_agents_of_the_page_run_as_they_stand_there(tmp_path, file):
+    who, turns, results = SHOWN[file]
     (tmp_path / file).write_text(re.search(rf"<!-- my/{file} -->\n```python\n(.*?)```", PAGE, re.DOTALL)[1])
-    (made,) = run(setup(agent.format(tmp_path)), iter([sampled("qwen2_5", turn, 2) for turn in turns]))
+    (made,) = run(setup(who.format(tmp_path)), [sampled("qwen2_5", turn, 2) for turn in turns])
     assert [m["content"] for m in told(made).conversation if m["role"] == "tool"] == results
     assert sum(told(made).rewards) == 1.0
