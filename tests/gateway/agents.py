@@ -37,6 +37,25 @@ async def plays(row, base_url, api_key):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
 
 
+HTTP = openai.DefaultAsyncHttpxClient()
+
+
+async def talks(row, base_url, api_key):
+    """Numbers its answers, until the job says that there are no more turns. Its reward is by what the model said."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
+    messages, said = [{"role": "user", "content": row["prompt"]}], ""
+    for number in range(1, 9):
+        try:
+            answer = await client.chat.completions.create(model="any", messages=messages)
+        except openai.BadRequestError as error:
+            assert error.code == "context_length_exceeded"
+            break
+        text = answer.choices[0].message.content
+        said += text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"[{number}]"}]
+    return sum(map(ord, said)) % 5 / 4
+
+
 async def plays_streaming(row, base_url, api_key):
     """The same; answers come as events, and go back in other words: parts, and arguments without spaces."""
     client, messages = of(base_url, api_key), [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]

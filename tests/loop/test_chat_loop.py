@@ -14,6 +14,7 @@ from openenv_serving import serving
 from mindspeed_rl_plugin.monitor.run_files import dump_files
 
 EPISODES, TALK = Path(__file__).parents[1] / "episodes", Path(__file__).with_name("talk.py")
+GATEWAY = Path(__file__).parents[1] / "gateway"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 VERIFIERS, OPENENV = "verifiers==0.4.0", "openenv==0.10.0"
 LENGTHS = ("--rl-max-prompt-length", "160", "--rl-max-response-length", "200", "--rl-max-turn-length", "6")
@@ -28,13 +29,13 @@ PROMPTS = "".join(json.dumps({"prompt": f"Say {i}", "answer": ""}) + "\n" for i 
 def chat(job, dense_model, tmp_path):
     """Runs a job with data of its own, whose engine and trainer agree. Returns its metrics and last conversations."""
 
-    def run(*flags: str, rows: str):
+    def run(*flags: str, rows: str, lags: bool = False):
         made = job(*COMMON, *flags, model=model)
         made.data = tmp_path / "data"
         byte_tokenizer(made.data / "tokenizer")
         (made.data / "prompts.jsonl").write_text(rows)
         result = made.dumping().run(600)
-        result.check_agreement(3)
+        result.check_log_probs() if lags else result.check_agreement(3)
         assert all(line["episode/turns_mean"] > 1.3 and line["episode/failed"] == 0 for line in result.metrics)
         rows = pq.read_table([*dump_files(made.save / "dump").values()][-1]).to_pylist()
         return result.metrics, [json.loads(row["conversation"]) for row in rows]
@@ -50,6 +51,26 @@ def test_tools(chat, nothing_left) -> None:
     assert all(line["tools/calls"] > 0.3 and line["tools/raised"] == 0 for line in lines)
     answered = [(c[i - 1], c[i]) for c in conversations for i in range(len(c)) if c[i]["role"] == "tool"]
     assert len(answered) > 3 and all(seen["content"] == said["content"].upper() for said, seen in answered)
+    nothing_left()
+
+
+AGENT = ("--rl-agent", f"{GATEWAY}/agents.py:talks", "--rl-environment-workers", "1", *ENVIRONMENT)
+SCHEDULES = {
+    "sync": (),
+    "streamed, interrupted": ("--rl-schedule", "streamed", "--rl-carry-unfinished", "--rl-oversample", "2")
+    + ("--rl-correction", "truncate", "--rl-max-staleness", "1"),
+    "async": ("--rl-schedule", "async", "--rl-generators", "1", "--rl-correction", "truncate"),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_agents(chat, nothing_left, schedule) -> None:
+    """They talk until a limit is reached; what they said is what the model saw."""
+    lines, conversations = chat(*AGENT, *SCHEDULES[schedule], rows=PROMPTS, lags=schedule != "sync")
+    assert all(line["episode/turn_limit"] > 0 for line in lines)
+    said = [[m["content"] for m in c if m["role"] == "user"] for c in conversations]
+    assert all(one[1:] == [f"[{i}]" for i in range(1, len(one))] for one in said) and max(map(len, said)) == 4
+    assert len({sum(m.get("reward", 0.0) for m in c) for c in conversations}) > 1
     nothing_left()
 
 
