@@ -151,6 +151,7 @@ ASYNC = {"--rl-schedule": "async", "--rl-generators": "0", "--rl-correction": "t
 DROP = {"--rl-schedule": "streamed", "--rl-oversample-drop": ""}
 CARRY = {"--rl-schedule": "streamed", "--rl-carry-unfinished": "", "--rl-correction": "truncate"}
 TOOLS = {"--rl-tools": "a.py:f", "--rl-tool-parser": "hermes"}
+AGENT = {"--rl-agent": "a.py:f", "--rl-apply-chat-template": ""}
 FOREIGN = {"--rl-environment": "verifiers:x", "--rl-apply-chat-template": ""}
 GATED = MOE | dict(add_qkv_bias=True, qk_layernorm=False, moe_shared_expert_intermediate_size=126)
 YARN = dict(rope_scaling_type="yarn", rope_scaling_original_max_position_embeddings=32, rope_scaling_mscale=0.7)
@@ -446,6 +447,11 @@ REFUSED: dict[str, list[dict]] = {
         TOOLS | {"--rl-observation": "chat"},
         TOOLS | {"--rl-observation": "raw", "--rl-apply-chat-template": ""},
         TOOLS | {"--rl-tool-parser": None},
+        AGENT | {"--rl-tools": "a.py:f"},
+        AGENT | {"--rl-environment": "a.py:A"},
+        AGENT | {"--rl-apply-chat-template": None},
+        AGENT | {"--rl-tool-parser": "a.py:f"},
+        AGENT | {"--rl-agent": "no-such-program"},
         FOREIGN | {"--rl-tools": "a.py:f"},
         FOREIGN | {"--rl-tool-parser": "hermes"},
         FOREIGN | {"--rl-max-observation-length": "9"},

@@ -21,6 +21,7 @@ VERBS = "give|remove|drop|leave|change|raise|lower|shorten|sample|set|make|start
 BY_HAND = {
     "leave them out": {"--rope-scaling-mscale": 1.0},
     "give --rl-environment,": {"--rl-environment": "a.py:A"},
+    "give a command, or path": {"--rl-agent": "a.py:f"},
     "give bounds with": {"--rl-correction-low": 0.5},
     "lower it .for an engine that joins": {"--rl-kv-cache-gb": 1},
     "start a multiple of": {"--world-size": 32, "--num-layers": 4},
