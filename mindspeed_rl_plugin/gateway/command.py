@@ -23,8 +23,8 @@ class AgentFailed(Exception):
 async def run_command(
     command: Sequence[str], given: bytes, variables: Mapping[str, str], memory: float
 ) -> float | None:
-    """Run a command, and kill its process group when it ends, or when this call is cancelled. Returns the reward that it
-    wrote to its descriptor, None if it wrote nothing.
+    """Run a command, and kill its process group when it ends, or when this call is cancelled. Returns the reward that
+    it wrote to its descriptor, None if it wrote nothing.
 
     given: its standard input; variables: its environment; memory: most that it and its children may have [GiB]. Raises
     AgentFailed.
