@@ -24,8 +24,8 @@ from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling
 from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
-from mindspeed_rl_plugin.gateway.messages import JobSampling
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT, locate
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class EpisodeSetup:
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
         """From the result of `dataclasses.asdict`, which may have been sent as JSON."""
         flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
-        return cls(**{**fields, "flags": EpisodeConfig(**flags)})
+        return cls(**{**fields, "flags": EpisodeConfig(**flags), "sampling": tuple(fields["sampling"])})
 
     def environments(self) -> Environments:
         """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import queue
 import shlex
 import signal
@@ -21,19 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.environment import users_variables
+from mindspeed_rl_plugin.environment import NO_PROXY, reach_directly, users_variables
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling
 from mindspeed_rl_plugin.gateway.command import AgentFailed, run_command
 from mindspeed_rl_plugin.gateway.conversation import Conversation
-from mindspeed_rl_plugin.gateway.messages import JobSampling
-from mindspeed_rl_plugin.gateway.server import Gateway
+from mindspeed_rl_plugin.gateway.endpoints import Gateway
 from mindspeed_rl_plugin.workers.child import Parent, describe, exchange
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 CLEAN_UP_SECONDS = 10.0  # for agents to end after the parent has closed the lifeline or ended
 MAX_NOTES = 100  # lines about what is ignored of agents' requests
-NO_PROXY = ("NO_PROXY", "no_proxy")  # variables with hosts that clients reach without a proxy
-GIVEN = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
+CALL_ARGUMENTS = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
 
 
 class AgentSetup(NamedTuple):
@@ -165,8 +163,7 @@ def main(connection: int, lifeline: int) -> None:
     keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
     setup: AgentSetup = parent.receive()
-    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    os.environ.update(dict.fromkeys(NO_PROXY, f"{known},{setup.host}" if known else setup.host))
+    reach_directly(setup.host)
     where = f"--rl-agent-host {setup.host}, which must be an IPv4 address of this machine: "
     listener = parent.load(where, socket.create_server, (setup.host, 0))
     function = setup.place and parent.load(f"--rl-agent {setup.agent}: ", _function, *setup.place)
@@ -193,6 +190,6 @@ def _function(file: str, name: str) -> Callable[..., Any]:
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     if inspect.isclass(function) or kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}:
         raise ValueError(
-            f"{name} must be a function whose parameters have names: {', '.join(GIVEN)}, or fields of a row"
+            f"{name} must be a function whose parameters have names: {', '.join(CALL_ARGUMENTS)}, or fields of a row"
         )
     return function

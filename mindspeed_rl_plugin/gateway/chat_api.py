@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.gateway.messages import (
+from mindspeed_rl_plugin.gateway.agent_messages import (
     CanonicalMessage,
     JobSampling,
     RefusedRequest,

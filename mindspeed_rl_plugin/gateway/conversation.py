@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl_plugin.gateway.messages import (
+from mindspeed_rl_plugin.gateway.agent_messages import (
     History,
     RefusedRequest,
     SpokenTurn,

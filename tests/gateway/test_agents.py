@@ -25,9 +25,9 @@ from mindspeed_rl_plugin.engine.rollout_engine import generate, response_request
 from mindspeed_rl_plugin.episodes.chat import ChatFormat
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, TurnRequest
 from mindspeed_rl_plugin.gateway.chat_api import read
 from mindspeed_rl_plugin.gateway.conversation import Conversation
-from mindspeed_rl_plugin.gateway.messages import JobSampling, RefusedRequest, TurnRequest
 from mindspeed_rl_plugin.rows import SampleId, Sampling
 
 AGENTS = Path(__file__).with_name("agents.py")

@@ -19,10 +19,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mindspeed_rl_plugin.gateway import chat_api
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, SpokenTurn, parsed
 from mindspeed_rl_plugin.gateway.conversation import Conversation, PendingCall
-from mindspeed_rl_plugin.gateway.messages import JobSampling, RefusedRequest, SpokenTurn, parsed
 
-MODEL = "policy"  # the name under which the model is listed; a request may give any other
+POLICY_NAME = "policy"  # the name under which the model is listed; a request may give any other
 MAX_BODY_BYTES = 32 << 20
 READ_SECONDS = 60.0  # for a request to arrive, once its head has
 MAX_CONNECTIONS = 4096
@@ -68,7 +68,7 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._known(request)
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "job"}]})
+        return JSONResponse({"object": "list", "data": [{"id": POLICY_NAME, "object": "model", "owned_by": "job"}]})
 
     async def _chat(self, request: Request) -> Response:
         conversation = self._known(request)
@@ -79,7 +79,11 @@ class Gateway:
             self._note(note)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"
         call = await conversation.ask(asked, raw, again)
-        made = (f"chatcmpl-{conversation.name}-{conversation.turns}", body.get("model") or MODEL, int(time.time()))
+        made = (
+            f"chatcmpl-{conversation.name}-{conversation.turns}",
+            body.get("model") or POLICY_NAME,
+            int(time.time()),
+        )
         if body.get("stream"):
             usage = isinstance(options := body.get("stream_options"), dict) and bool(options.get("include_usage"))
             events = _stream(call, lambda turn: chat_api.events(turn, *made, usage))
