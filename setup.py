@@ -18,7 +18,7 @@ setup(
     python_requires=">=3.10",
     install_requires=[
         *("torch", "tensordict", "transformers", "datasets", "pyarrow", "safetensors", "msgspec", "tqdm"),
-        *("jinja2", "websockets"),
+        *("jinja2", "websockets", "starlette", "uvicorn"),
     ],
     extras_require={
         "math": [MATH],

@@ -18,6 +18,7 @@ SPEAK_SECONDS = 20.0
 FLUSH_SECONDS = 1.0
 _PART, _START = "MINDSPEED_RL_PART", "MINDSPEED_RL_START"
 REPLAY = "MINDSPEED_RL_REPLAY"
+NO_PROXY = ("NO_PROXY", "no_proxy")  # hosts that clients reach without a proxy
 _before_log: list[str] = []
 _log: list[str | os.PathLike[str]] = []
 _last = [""]  # the last line that was printed with our mark
@@ -42,6 +43,12 @@ def replayed() -> dict[str, Any]:
 def name_to_users(name: str, value: str) -> None:
     """Set the variable `MINDSPEED_RL_` + name for a user's code in this process and in its children."""
     os.environ[f"MINDSPEED_RL_{name}"] = value
+
+
+def reach_directly(host: str) -> None:
+    """Clients in this process, and in its children, use no proxy for a host."""
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ.update(dict.fromkeys(NO_PROXY, f"{known},{host}" if known else host))
 
 
 def users_variables(further: Sequence[str]) -> dict[str, str]:

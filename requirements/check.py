@@ -11,7 +11,7 @@ MODULES = (
     "vllm", "safetensors", "tensorboard", "wandb", "tqdm", "triton", "einops", "packaging", "pybind11",
     "typing_extensions",
     "mindspeed_rl_plugin", "megatron.core", "megatron.training", "pytest", "pytest_timeout", "xdist", "hypothesis",
-    "psutil", "ruff", "huggingface_hub", "msgspec", "jinja2", "websockets", "peft",
+    "psutil", "ruff", "huggingface_hub", "msgspec", "jinja2", "websockets", "starlette", "uvicorn", "peft",
 )  # fmt: skip
 
 

@@ -97,7 +97,11 @@ def _agent(config: RLConfig) -> Iterator[str]:
             f"--rl-tool-parser {flags.tool_parser} with --rl-agent: calls are read by a parser of this package; give "
             "hermes, llama3, deepseek or auto"
         )
-    program = shlex.split(flags.agent)[:1]
+    try:
+        program = shlex.split(flags.agent)[:1]
+    except ValueError as error:
+        yield f"--rl-agent {flags.agent} is no command: {error}; quote it as for a shell"
+        return
     if not FUNCTION.fullmatch(flags.agent) and not (program and shutil.which(program[0])):
         yield (
             f"--rl-agent {flags.agent}: there is no program {' '.join(program)!r} here that can be run; give a "

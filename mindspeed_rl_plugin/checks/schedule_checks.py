@@ -24,9 +24,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
             f"--rl-schedule {flags.schedule} selects group by group, and --rl-filtration-whole-batch needs all "
             "responses of an optimizer step; give --rl-schedule sync, or remove --rl-filtration-whole-batch"
         )
-    going_on = "--rl-carry-unfinished" if flags.carry_unfinished else ""
-    going_on = "--rl-inflight recompute" if flags.apart and flags.inflight == "recompute" else going_on
-    if config.rollout.stop and going_on:
+    if config.rollout.stop and (going_on := flags.going_on):
         yield (
             f"--rl-stop with {going_on}: a stop string that is sampled partly by old and partly by new weights "
             f"would not be found; give --rl-stop-token-ids instead of --rl-stop, or remove {going_on}"

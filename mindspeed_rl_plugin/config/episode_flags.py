@@ -13,6 +13,12 @@ FUNCTION = re.compile(r"\S+\.py:\w+")  # --rl-agent that is a function; anything
 _of_episodes = functools.partial(
     flag, reader=FlagReader("--rl-tools, --rl-environment or --rl-agent", lambda _, c: c.episodes.on)
 )
+_of_commands = functools.partial(
+    flag,
+    reader=FlagReader(
+        "--rl-agent with a command", lambda _, c: bool(c.episodes.agent) and not FUNCTION.fullmatch(c.episodes.agent)
+    ),
+)
 _of_agents = functools.partial(flag, reader=FlagReader("--rl-agent", lambda _, c: bool(c.episodes.agent)))
 
 
@@ -32,13 +38,13 @@ class EpisodeConfig:
         None,
         "agent that requests the model's turns itself: a command, or path/to/file.py:function (docs/agents.md)",
     )
-    agent_processes: int = _of_agents(
+    agent_processes: int = _of_commands(
         16, "commands of --rl-agent that an engine runs at a time", unit="processes", least=1
     )
-    agent_memory: float = _of_agents(
+    agent_memory: float = _of_commands(
         4.0, "most memory of a command of --rl-agent and its children; above it is killed", unit="GiB", above=0
     )
-    agent_variables: tuple[str, ...] = _of_agents(
+    agent_variables: tuple[str, ...] = _of_commands(
         (), "names of environment variables that commands of --rl-agent get, beside PATH, HOME and a few others"
     )
     agent_host: str = _of_agents("127.0.0.1", "address on which the gateway listens for agents")

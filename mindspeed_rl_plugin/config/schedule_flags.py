@@ -141,6 +141,13 @@ class ScheduleConfig:
         return math.ceil(round(factor * prompts, 6))
 
     @property
+    def going_on(self) -> str:
+        """The flag by which responses of old weights go on with new ones, as new requests; "" if there is none."""
+        if self.apart and self.inflight == "recompute":
+            return "--rl-inflight recompute"
+        return "--rl-carry-unfinished" if self.carry_unfinished else ""
+
+    @property
     def apart(self) -> bool:
         """Whether other processes than the trainers generate."""
         return self.schedule == "async"

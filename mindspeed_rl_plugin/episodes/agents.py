@@ -17,7 +17,7 @@ from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
 
-RUNS = Program(
+AGENTS_PROGRAM = Program(
     "mindspeed_rl_plugin.gateway.agent_process:main",
     str | None,
     RolloutReport,
@@ -32,7 +32,7 @@ class AgentEnvironments(RolloutEnvironments):
     """setup: of the processes; the other arguments are those of `RolloutEnvironments`."""
 
     def __init__(self, setup: AgentSetup, workers: int, timeout: float, wait: float, together: int | None) -> None:
-        super().__init__(RUNS, setup, f"--rl-agent {setup.agent}", workers, timeout, wait, together)
+        super().__init__(AGENTS_PROGRAM, setup, f"--rl-agent {setup.agent}", workers, timeout, wait, together)
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
         """See `Environments`. The agent gets the turn that a limit has cut, and no other."""

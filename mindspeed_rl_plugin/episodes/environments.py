@@ -92,7 +92,7 @@ class Reply:
     reward: float = 0.0  # added to the reward of the last turn
     done: bool = False  # whether the episode is over
     finish: str | None = None  # why it is over, of `FINISH`; None: "stop", or the limit that it has reached
-    unheard: bool = False  # whether the last turn has reached nobody, so that it is not trained
+    heard: int | None = None  # turns that reached the agent, None: all; a last one that did not is not trained
     failure: str | None = None  # why the environment cannot continue
     calls: dict[str, tuple[int, int]] = field(default_factory=dict)  # tool -> number of calls, and of failed ones
     raised: dict[str, str] = field(default_factory=dict)  # tool -> its first error

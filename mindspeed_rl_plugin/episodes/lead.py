@@ -141,7 +141,8 @@ class Lead:
         for name, error in reply.raised.items():
             self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
         state.reward(reply.reward)
-        state.limits = reply.limits
+        if reply.limits != state.limits:
+            plan.limits.append((reply.id, reply.limits))
         if reply.opening is not None:
             state.asked, state.conversation = reply.opening.messages, [dict(m) for m in reply.opening.messages]
         messages = self._shortened(state, reply) if reply.prompt is None else reply.messages
@@ -149,7 +150,7 @@ class Lead:
         if reply.failure is not None:
             self._fail(state, reply.failure)
         elif reply.done or state.finish is not None:
-            if reply.unheard:
+            if reply.heard is not None and reply.heard < len(state.turns):
                 plan.unheard.append(reply.id)
             self._over.append((reply.id, state.finish or reply.finish or "stop"))
         elif len(state.rewards) >= self.limits.turns:
@@ -197,11 +198,12 @@ class Lead:
             except ValueError as error:
                 self._fail(state, f"gives tools that the model cannot see: {error}")
                 return
-            prompt = self._tokens(sample, state.format.written, state.asked)
+            if (prompt := self._tokens(state, state.format.written, state.asked)) is None:
+                return
         elif said:
             *before, last = state.asked
             content = state.conversation[-1]["content"] = last["content"] + said
-            prompt = self._tokens(sample, self.format.prompt, [*before, {**last, "content": content}], len(said))
+            prompt = self._tokens(state, self.format.prompt, [*before, {**last, "content": content}], len(said))
         if prompt is not None and len(prompt) > self.limits.prompt:
             self._fail(
                 state,
@@ -211,13 +213,14 @@ class Lead:
             return
         if prompt is not None:
             plan.prompts.append((sample, prompt))
-        self._go_on(plan, state)
+        self._due.append(sample)
 
     def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
         """Plan the next turn; if no token is left for it, finish the episode."""
         sample = reply.id
         if reply.prompt is None:
-            tokens = self._tokens(sample, state.format.behind, state.tokens[-1], messages)
+            if (tokens := self._tokens(state, state.format.behind, state.tokens[-1], messages)) is None:
+                return
         else:
             held = (*state.prompt, *state.tokens)
             tokens = reply.prompt[len(held) :]
@@ -229,20 +232,22 @@ class Lead:
             return
         state.count({"observation_tokens": len(tokens)})
         plan.observations.append((sample, tokens))
-        self._go_on(plan, state)
+        self._due.append(sample)
 
-    def _go_on(self, plan: Plan, state: EpisodeState) -> None:
-        """The next turn can begin."""
-        plan.limits.append((state.request.id, state.limits))
-        self._due.append(state.request.id)
-
-    def _tokens(self, sample: SampleId, form: Callable[..., Sequence[int]], *arguments: Any) -> tuple[int, ...]:
-        """Tokens of messages. Raises EpisodeError if the chat template cannot write them."""
+    def _tokens(
+        self, state: EpisodeState, form: Callable[..., Sequence[int]], *arguments: Any
+    ) -> tuple[int, ...] | None:
+        """Tokens of messages. If the chat template cannot write them, the episode of an agent fails, and None is
+        returned; with an environment raises EpisodeError."""
         try:
             return tuple(form(*arguments))
         except TEMPLATE_ERRORS as error:
+            raised = f"the chat template raised {type(error).__name__}: {error}"
+            if self._with_tools is not None:
+                self._fail(state, f"sent messages that cannot become tokens: {raised}")
+                return None
             raise EpisodeError(
-                f"the chat template raised {type(error).__name__}: {error}\n  in {place(sample)}, for messages of the "
+                f"{raised}\n  in {place(state.request.id)}, for messages of the "
                 "environment; let the environment return one message a turn, or give a tokenizer whose template fits"
             ) from error
 

@@ -97,14 +97,14 @@ def llama3(text: str) -> list[Attempt]:
     return attempts
 
 
-_HEADS = re.compile("<tool_call>|<｜tool▁calls?▁begin｜>|" + re.escape("<|python_tag|>"))
+_CALL_HEADS = re.compile("<tool_call>|<｜tool▁calls?▁begin｜>|" + re.escape("<|python_tag|>"))
 
 
 def before_calls(text: str) -> str:
     """The text of a turn up to its calls. Without a head that marks them, they are the turn, apart from a `<think>`
     block."""
     start = text.rfind("</think>") + 1
-    found = _HEADS.search(text, start)
+    found = _CALL_HEADS.search(text, start)
     return text[: found.start()] if found else text[: start + len("/think>") if start else 0]
 
 

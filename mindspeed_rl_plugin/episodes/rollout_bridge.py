@@ -39,7 +39,7 @@ class RolloutReport(msgspec.Struct):
     opening: AgentOpening | None = None
     most: int | None = None  # as in `TurnLimits`
     stop: tuple[str, ...] = ()
-    unheard: bool = False
+    heard: int | None = None
     note: str | None = None  # a line for the user; number is -1 then
     reward: float = 0.0
     done: bool = False
@@ -237,7 +237,7 @@ class RolloutEnvironments:
             TurnLimits(report.most, report.stop),
             report.reward,
             report.done,
-            unheard=report.unheard,
+            heard=report.heard,
             failure=failure,
             seconds=report.seconds,
         )

@@ -24,8 +24,8 @@ from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling
 from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
-from mindspeed_rl_plugin.gateway.messages import JobSampling
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT, locate
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class EpisodeSetup:
     wait: float  # seconds that other ranks wait for this rank
     run: str = ""  # directory of the run; a user's code finds it in MINDSPEED_RL_RUN
     sampling: tuple[float, float, int] = (1.0, 1.0, 0)  # temperature, top-p and top-k of training
+    no_stops: str = ""  # the flag with which agents can give no stop texts
     rewarded: bool = False  # whether the reward of environments is graded
     trust_remote_code: bool = False  # whether code of the tokenizer may run
 
@@ -65,13 +66,14 @@ class EpisodeSetup:
         trust = {"trust_remote_code": config.data.trust_remote_code}
         rollout, rewarded = config.rollout, ENVIRONMENT in {text.partition("=")[0] for text in config.graders}
         more = {"sampling": (rollout.temperature, rollout.top_p, rollout.top_k), "rewarded": rewarded, **trust}
+        more["no_stops"] = config.schedule.going_on
         return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **more)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
         """From the result of `dataclasses.asdict`, which may have been sent as JSON."""
         flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
-        return cls(**{**fields, "flags": EpisodeConfig(**flags)})
+        return cls(**{**fields, "flags": EpisodeConfig(**flags), "sampling": tuple(fields["sampling"])})
 
     def environments(self) -> Environments:
         """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""
@@ -109,7 +111,7 @@ class EpisodeSetup:
             flags.agent,
             place,
             flags.agent_host,
-            JobSampling(*self.sampling, flags.agent_sampling),
+            JobSampling(*self.sampling, flags.agent_sampling, self.no_stops),
             flags.agent_variables,
             flags.agent_memory,
             self.rewarded,
@@ -150,10 +152,11 @@ class EpisodeSetup:
 
 
 def _agent(agent: str) -> str:
-    """--rl-agent with absolute paths: of a function's file, or of a command's program and arguments that are files."""
+    """--rl-agent with absolute paths: of a function's file, or of a command's program and arguments that are files.
+    Links are kept, see `_program`."""
     if FUNCTION.fullmatch(agent):
         return _absolute(agent)
-    return shlex.join(str(Path(word).resolve()) if Path(word).is_file() else word for word in shlex.split(agent))
+    return shlex.join(os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agent))
 
 
 def _program(path: str) -> str:

@@ -14,22 +14,24 @@ import math
 import queue
 import shlex
 import signal
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.environment import users_variables
+from mindspeed_rl_plugin.environment import NO_PROXY, reach_directly, users_variables
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling
 from mindspeed_rl_plugin.gateway.command import AgentFailed, run_command
 from mindspeed_rl_plugin.gateway.conversation import Conversation
-from mindspeed_rl_plugin.gateway.messages import JobSampling
-from mindspeed_rl_plugin.gateway.server import Gateway
+from mindspeed_rl_plugin.gateway.endpoints import Gateway
 from mindspeed_rl_plugin.workers.child import Parent, describe, exchange
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 CLEAN_UP_SECONDS = 10.0  # for agents to end after the parent has closed the lifeline or ended
-GIVEN = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
+MAX_NOTES = 100  # lines about what is ignored of agents' requests
+CALL_ARGUMENTS = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
 
 
 class AgentSetup(NamedTuple):
@@ -45,11 +47,17 @@ class AgentSetup(NamedTuple):
 
 
 class Agents:
-    """The running agents. say: sends a report to the parent."""
+    """The running agents. listener: of the gateway; say: sends a report to the parent."""
 
-    def __init__(self, setup: AgentSetup, function: Callable[..., Any] | None, say: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        setup: AgentSetup,
+        function: Callable[..., Any] | None,
+        listener: socket.socket,
+        say: Callable[[Any], None],
+    ) -> None:
         self._setup, self._function, self._say = setup, function, say
-        self.gateway = Gateway(setup.host, setup.sampling, self._note)
+        self.gateway = Gateway(setup.host, listener, setup.sampling, self._note)
         self._running: dict[int, tuple[asyncio.Task, Conversation]] = {}
         self._noted: set[str] = set()
 
@@ -92,15 +100,15 @@ class Agents:
                 raise AgentFailed("gave no reward; let it give one (docs/agents.md), or name graders in --rl-reward")
             if not math.isfinite(reward := float(reward or 0.0)):
                 raise AgentFailed(f"gave the reward {reward}, which is no finite number")
-            if not conversation.turns:
+            if not conversation.heard:
                 raise AgentFailed("ended before it had a turn of the model")
-            conversation.tell(done=True, reward=reward, unheard=conversation.unheard)
+            conversation.tell(done=True, reward=reward, heard=conversation.heard)
         except asyncio.CancelledError:
             conversation.tell(ended=True)
         except Exception as error:  # noqa: BLE001 - whatever an agent raises is reported
             failure = str(error) if isinstance(error, AgentFailed) else describe(error)
-            if conversation.over is not None and conversation.turns:  # an agent may fail at the error for a limit
-                conversation.tell(done=True, unheard=conversation.unheard)
+            if conversation.over is not None and conversation.heard:  # an agent may fail at the error for a limit
+                conversation.tell(done=True, heard=conversation.heard)
             else:
                 conversation.tell(failure=failure)
         finally:
@@ -135,15 +143,16 @@ class Agents:
 
     async def _command(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> float | None:
         setup = self._setup
-        variables = users_variables(setup.variables) | {
+        variables = users_variables((*NO_PROXY, *setup.variables)) | {
             "OPENAI_BASE_URL": f"{self.gateway.url}/v1",
             "OPENAI_API_KEY": conversation.key,
-            "NO_PROXY": setup.host,
             "MINDSPEED_RL_EPISODE": episode,
         }
         return await run_command(shlex.split(setup.agent), json.dumps(row).encode(), variables, setup.memory)
 
     def _note(self, text: str) -> None:
+        if len(self._noted) >= MAX_NOTES:
+            text = "more is ignored of agents' requests; there are no further lines about it"
         if text not in self._noted:
             self._noted.add(text)
             self._say({"number": -1, "seconds": 0.0, "note": text})
@@ -154,14 +163,19 @@ def main(connection: int, lifeline: int) -> None:
     keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
     setup: AgentSetup = parent.receive()
+    reach_directly(setup.host)
+    where = f"--rl-agent-host {setup.host}, which must be an IPv4 address of this machine: "
+    listener = parent.load(where, socket.create_server, (setup.host, 0))
     function = setup.place and parent.load(f"--rl-agent {setup.agent}: ", _function, *setup.place)
-    asyncio.run(_serve(parent, setup, function))
+    asyncio.run(_serve(parent, setup, function, listener))
 
 
-async def _serve(parent: Parent, setup: AgentSetup, function: Callable[..., Any] | None) -> None:
+async def _serve(
+    parent: Parent, setup: AgentSetup, function: Callable[..., Any] | None, listener: socket.socket
+) -> None:
     out, stop = queue.SimpleQueue[Any](), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    agents = Agents(setup, function, out.put)
+    agents = Agents(setup, function, listener, out.put)
     serving = asyncio.create_task(agents.gateway.serve())
     parent.send(("", None))
     exchange(parent, agents, out, stop)
@@ -176,6 +190,6 @@ def _function(file: str, name: str) -> Callable[..., Any]:
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     if inspect.isclass(function) or kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}:
         raise ValueError(
-            f"{name} must be a function whose parameters have names: {', '.join(GIVEN)}, or fields of a row"
+            f"{name} must be a function whose parameters have names: {', '.join(CALL_ARGUMENTS)}, or fields of a row"
         )
     return function

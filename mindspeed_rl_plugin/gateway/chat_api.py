@@ -6,7 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.gateway.messages import CanonicalMessage, JobSampling, RefusedRequest, SpokenTurn, TurnRequest
+from mindspeed_rl_plugin.gateway.agent_messages import (
+    CanonicalMessage,
+    JobSampling,
+    RefusedRequest,
+    SpokenTurn,
+    TurnRequest,
+    parsed,
+)
 
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 READ = ("model", "messages", "tools", "stop", "max_tokens", "max_completion_tokens", "stream", "stream_options")
@@ -40,14 +47,20 @@ def read(body: Any, sampling: JobSampling) -> TurnRequest:
             f"`{never[0]}` is not supported, because the job's chat template makes the tokens; remove it"
         )
     known = {*READ, *NEUTRAL, "temperature", "top_p", "top_k"}
-    notes += [f"the field {name!r} of agents' requests is ignored" for name in sorted(set(given) - known)]
+    notes += [f"the field {name!r:.80} of agents' requests is ignored" for name in sorted(set(given) - known)]
     messages = tuple(_message(at, message) for at, message in enumerate(body["messages"]))
     if messages[-1]["role"] == "assistant":
         raise RefusedRequest("the last message is the assistant's; an answer is a new turn, so remove this message")
     most = given.get("max_completion_tokens", given.get("max_tokens"))
-    if most is not None and (not isinstance(most, int) or most < 1):
+    if most is not None and (type(most) is not int or most < 1):
         raise RefusedRequest(f"`max_tokens` is {most!r:.40}; give a number of at least 1")
-    return TurnRequest(messages, _tools(given.get("tools", [])), most, _stops(given.get("stop", [])), tuple(notes))
+    stops = _stops(given.get("stop", []))
+    if stops and sampling.no_stops:
+        raise RefusedRequest(
+            f"`stop` is not supported with {sampling.no_stops}: a text that is sampled partly by old and partly by new "
+            "weights would not be found; remove it, or start the job without this flag"
+        )
+    return TurnRequest(messages, _tools(given.get("tools", [])), most, stops, tuple(notes))
 
 
 def answer(turn: SpokenTurn, name: str, model: str, created: int) -> dict[str, Any]:
@@ -117,13 +130,15 @@ def _sampling_notes(given: Mapping[str, Any], sampling: JobSampling) -> list[str
 
 
 def _message(at: int, message: Any) -> CanonicalMessage:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
         raise RefusedRequest(f"message {at} has no role of {', '.join(ROLES)}: {json.dumps(message):.80}")
     out: dict[str, Any] = {"role": ROLES[message["role"]], "content": _text(at, message.get("content"))}
     if out["role"] == "assistant":
         if reasoning := message.get("reasoning_content") or message.get("reasoning"):
             out["reasoning"] = _text(at, reasoning)
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise RefusedRequest(f"message {at} has `tool_calls` that are no list: {json.dumps(calls):.80}")
             out["tool_calls"] = [_call(at, call) for call in calls]
     if out["role"] == "tool":
         out["tool_call_id"] = message.get("tool_call_id")
@@ -145,7 +160,7 @@ def _text(at: int, content: Any) -> str:
 def _call(at: int, call: Any) -> dict[str, Any]:
     try:
         name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = parsed(arguments) if isinstance(arguments, str) else arguments
     except (TypeError, KeyError, ValueError, AttributeError):
         value = None
     if not isinstance(value, dict) or not isinstance(name, str):

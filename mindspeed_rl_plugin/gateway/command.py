@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 LAST_BYTES = 2000  # of a command's output that its failure shows
 END_LOOK_SECONDS = 0.05  # between two looks whether it has ended
 LOOKS_A_MEMORY = 20  # such looks between two looks at its memory
-REWARD = "MINDSPEED_RL_REWARD_FD"  # variable that names the descriptor for its reward
+REWARD_VARIABLE = "MINDSPEED_RL_REWARD_FD"  # variable that names the descriptor for its reward
 
 
 class AgentFailed(Exception):
@@ -48,7 +48,7 @@ async def run_command(
             stdout=says,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**variables, "TMPDIR": folder, REWARD: str(gives)},
+            env={**variables, "TMPDIR": folder, REWARD_VARIABLE: str(gives)},
             pass_fds=(gives,),
             start_new_session=True,
         )
@@ -108,4 +108,4 @@ def _reward(written: bytes) -> float | None:
     try:
         return float(text)
     except ValueError:
-        raise AgentFailed(f"wrote {text!r:.80} to the descriptor {REWARD}; write one number") from None
+        raise AgentFailed(f"wrote {text!r:.80} to the descriptor {REWARD_VARIABLE}; write one number") from None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_rl_plugin.gateway.messages import (
+from mindspeed_rl_plugin.gateway.agent_messages import (
     History,
     RefusedRequest,
     SpokenTurn,
@@ -48,9 +48,10 @@ class Conversation:
         self._say({"number": int(self.name), "seconds": time.monotonic() - self._since, **what})
 
     @property
-    def unheard(self) -> bool:
-        """Whether the last turn that was requested has reached nobody."""
-        return self._call is not None and not self._call.heard
+    def heard(self) -> int:
+        """Turns of the model that have reached the agent: maybe not the last one."""
+        last = self._call
+        return self.turns - (last is not None and last.turn.done() and not last.heard)
 
     async def ask(self, request: TurnRequest, body: bytes, again: bool) -> PendingCall:
         """The call that a request begins, or joins, if a client sends its request again because the connection was lost

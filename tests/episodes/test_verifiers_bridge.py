@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mindspeed_rl_plugin.episodes import verifiers_bridge
+from mindspeed_rl_plugin.episodes import rollout_bridge, verifiers_bridge
 from mindspeed_rl_plugin.episodes.environments import EpisodeError, Reply, Turn
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, interpreter
 from mindspeed_rl_plugin.rows import SampleId
@@ -60,7 +60,7 @@ def test_a_rollout_asks_is_answered_and_is_over(made):
     assert not environments.pending and environments.answered == 2, "it has loaded, and asked"
     environments.act(ONE, SPOKEN)
     assert environments.pending
-    assert replies(environments, 1) == {ONE: Reply(ONE, [], None, 0.5, done=True, seconds=0.25)}
+    assert replies(environments, 1) == {ONE: Reply(ONE, [], None, reward=0.5, done=True, seconds=0.25)}
     assert not environments.pending and environments.poll(0.0) == []
 
 
@@ -121,7 +121,7 @@ def test_an_evaluation_between_two_parts_of_a_rollout_has_places_of_its_own(made
 
 
 def test_where_a_rollout_cannot_be_stopped_its_process_is_killed_and_the_next_one_begins_in_another(made, monkeypatch):
-    monkeypatch.setattr(verifiers_bridge, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(rollout_bridge, "STOP_SECONDS", 0.3)
     environments = made(timeout=0.5, together=2)
     begin(environments, ONE=["stuck"], TWO=[ASKS, DONE], THREE=[ASKS, DONE])
     found = replies(environments, 3)
@@ -153,7 +153,7 @@ def test_what_a_rollout_says_while_the_model_speaks_is_told_when_the_turn_comes(
     time.sleep(0.3)
     assert environments.poll(0.0) == [] and not environments.pending
     environments.act(ONE, SPOKEN)
-    assert environments.poll(20.0) == [Reply(ONE, [], None, 0.5, done=True, seconds=0.25)]
+    assert environments.poll(20.0) == [Reply(ONE, [], None, reward=0.5, done=True, seconds=0.25)]
 
 
 def test_of_an_episode_that_is_given_up_nothing_more_is_heard(made):

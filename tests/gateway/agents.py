@@ -139,12 +139,22 @@ async def goes_away(row, base_url, api_key):
     return 1.0
 
 
+async def hears_nothing(row, base_url, api_key):
+    """Ends although the only answer has not reached it."""
+    hasty = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.2)
+    try:
+        await hasty.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    except openai.APITimeoutError:
+        await asyncio.sleep(2)
+    return 1.0
+
+
 async def floods(row, base_url, api_key):
     """More than a body may have, JSON inside JSON, no JSON, a path that there is not, and another host."""
     deep, said = "[" * 100 + "]" * 100, []
     async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {api_key}"}) as client:
         url = f"{base_url}/chat/completions"
-        for body in (b" " * (33 << 20), deep.encode(), b"[" * 10**5, b"no"):
+        for body in (b" " * (33 << 20), deep.encode(), b"[" * 10**5, b"no", b'{"messages": [1e999]}'):
             answer = await client.post(url, content=body)
             said.append(f"{answer.status_code} {answer.json()['error']['message']}")
         answers = [await client.get(f"{base_url}/episodes"), await client.get(f"{base_url}/models")]

@@ -1,5 +1,6 @@
 """Agents with real clients over the gateway: their rows are those of our own episodes, and their faults cost no job."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -17,11 +18,16 @@ from families import make_tokenizer, template
 from pool_parts import alive
 from test_trl_loop import Scripted, sampled
 
+from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import generate, response_request
+from mindspeed_rl_plugin.episodes.chat import ChatFormat
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, TurnRequest
+from mindspeed_rl_plugin.gateway.chat_api import read
+from mindspeed_rl_plugin.gateway.conversation import Conversation
 from mindspeed_rl_plugin.rows import SampleId, Sampling
 
 AGENTS = Path(__file__).with_name("agents.py")
@@ -89,7 +95,8 @@ def test_an_agents_row_is_that_of_our_own_episode(own, agent, name):
     assert [m["content"] for m in told(made).conversation] == [m["content"] for m in told(row).conversation]
 
 
-def test_a_function_that_is_no_coroutine_and_its_limits():
+def test_a_function_that_is_no_coroutine_and_its_limits(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which is not asked for the gateway
     one, two = run(setup(f"{AGENTS}:waits"), [sampled("qwen2_5", "Hello! you", 3)] * 2, count=2)
     assert told(one).rewards == told(two).rewards == [5.0], "the text behind the stop is not the agent's"
 
@@ -101,6 +108,7 @@ def test_a_history_that_differs_is_refused_with_the_place(agent, tmp_path):
     assert "the last message is the assistant's" in said and len(made.turns) == 1
 
 
+NO_CALL = "400 message 0 has a tool call that is no"
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 REFUSED = [
     ({"temperature": 0.5}, "400 `temperature` is 0.5, and the job samples with 1.0"),
@@ -115,6 +123,13 @@ REFUSED = [
     ({"messages": [{"role": "robot", "content": ""}]}, "400 message 0 has no role of"),
     ({"tools": [{"function": 1}]}, "400 a tool must be"),
     ({"max_tokens": 0}, "400 `max_tokens` is 0"),
+    ({"max_tokens": True}, "400 `max_tokens` is True"),
+    ({"messages": [{"role": ["user"]}]}, "400 message 0 has no role of"),
+    ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "400 message 0 has `tool_calls` that are no list"),
+    *(
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": text}}]}]}, NO_CALL)
+        for text in ('{"a": NaN}', '{"a": 1e999}', '{"a": ' + "[" * 900 + "]" * 900 + "}", "[" * 10**5)
+    ),
 ]
 GUESSED = {"Authorization": "Bearer 0-guessed"}
 
@@ -122,23 +137,27 @@ GUESSED = {"Authorization": "Bearer 0-guessed"}
 def test_requests_that_would_be_wrong_are_refused_and_the_rest_is_answered(agent, tmp_path, capsys):
     requests = [({}, more) for more, _ in REFUSED] + [(GUESSED, {}), ({"X-Api-Key": "1-"}, {})]
     requests.append(({}, {"tool_choice": "required", "temperature": 1, "user": "me", "top_p": None, "seed": 3}))
+    requests.append(({}, {f"field {number}": 0 for number in range(300)}))
     out = tmp_path / "said"
     made = agent("asks_for", requests=requests, out=str(out))
-    *refused, last = out.read_text().splitlines()
+    *refused, last, _ = out.read_text().splitlines()
     expected = [text for _, text in REFUSED] + ["401 this key opens no conversation"] * 2
     assert [line[: len(text)] for line, text in zip(refused, expected, strict=True)] == expected
     assert last == "200 ok" and told(made).rewards == [1.0]
     said = capsys.readouterr().out
     assert "'tool_choice' of agents' requests, \"required\", counts as" in said
+    assert said.count("of agents' requests") <= 101 and said.count("there are no further lines about it") == 1
     assert said.count("'seed' of agents' requests is ignored") == said.count("'user' of agents' requests") == 1
 
 
 def test_what_is_no_request_costs_nothing(agent, tmp_path):
     with pytest.raises(EpisodeError, match="ended before it had a turn"):
         agent("floods", out=str(tmp_path / "said"))
-    long, deep, deeper, no, path, models, host = (tmp_path / "said").read_text().splitlines()
+    long, deep, deeper, no, infinite, path, models, host = (tmp_path / "said").read_text().splitlines()
     assert long.startswith("413 the body is longer than 33554432 bytes") and "more than 64 deep" in deep
-    assert all("400 the body is no JSON" in line for line in (deeper, no)) and "404" in path and "no GET" in path
+    assert (
+        all("400 the body is no JSON" in line for line in (deeper, no, infinite)) and "404" in path and "no GET" in path
+    )
     assert models.startswith("200") and '"policy"' in models and host == "400 Invalid host header"
 
 
@@ -156,6 +175,71 @@ def test_an_answer_that_reached_nobody_is_not_trained(agent, stays):
     row = agent("goes_away", [turn, turn], engine=Slow, stays=stays)
     assert row.tokens == tuple(turn) and row.turns == ((0, len(turn)),) and told(row).rewards == [1.0]
     assert [m["role"] for m in told(row).conversation] == ["user", "assistant", "user"]
+
+
+def test_an_agent_that_heard_no_turn_has_no_row(agent):
+    with pytest.raises(EpisodeError, match="ended before it had a turn"):
+        agent("hears_nothing", engine=Slow)
+
+
+def test_a_turn_that_is_not_sampled_yet_takes_no_heard_turn_back():
+    async def ask():
+        conversation, request = Conversation(0, lambda _: None), TurnRequest(({"role": "user", "content": ""},))
+        first = await conversation.ask(request, b"1", False)
+        conversation.speak("one", (), (1, 1, False))
+        heard = [conversation.heard]
+        first.heard = True
+        held = ({"role": "assistant", "content": "one"}, {"role": "user", "content": ""})
+        await conversation.ask(TurnRequest((*request.messages, *held)), b"2", False)
+        heard.append(conversation.heard)
+        conversation.speak("two", (), (1, 1, False))
+        return [*heard, conversation.heard]
+
+    assert asyncio.run(ask()) == [0, 1, 1]
+
+
+def test_all_ranks_know_the_limits_of_a_turn_that_gets_no_answer(monkeypatch):
+    plans = []
+    monkeypatch.setattr(Peers, "share", lambda _, plan: plans.append(plan) or plan)
+    made = setup(f"{AGENTS}:waits", environment_on_error="zero")
+    run(dataclasses.replace(made, prompt=1), LAST)
+    assert [limits.most for plan in plans for _, limits in plan.limits] == [7]
+
+
+def test_messages_that_the_template_cannot_write_fail_one_episode(monkeypatch, capsys):
+    def written(*_):
+        raise TypeError("no")
+
+    monkeypatch.setattr(ChatFormat, "written", written)
+    (made,) = run(setup(f"{AGENTS}:waits", environment_on_error="zero"), LAST)
+    assert made.columns["environment_failed"].item() == 1
+    assert (
+        "it sent messages that cannot become tokens: the chat template raised TypeError: no" in capsys.readouterr().out
+    )
+
+
+def test_stop_texts_that_would_not_be_found_are_refused():
+    body, config = {"messages": [{"role": "user", "content": ""}], "stop": "x"}, RLConfig()
+    schedule = dataclasses.replace(config.schedule, schedule="streamed", carry_unfinished=True)
+    agent = dataclasses.replace(config.episodes, agent="true")
+    split = EpisodeSetup.of(dataclasses.replace(config, episodes=agent, schedule=schedule), "").no_stops
+    assert read(body, JobSampling(1.0, 1.0, 0, False, "")).stop == ("x",)
+    with pytest.raises(RefusedRequest, match="`stop` is not supported with --rl-carry-unfinished"):
+        read(body, JobSampling(1.0, 1.0, 0, False, split))
+
+
+def test_the_files_of_a_command_have_absolute_paths_and_links_stay(tmp_path, monkeypatch):
+    (tmp_path / "python").symlink_to(sys.executable)  # by a link Python finds a virtual environment
+    monkeypatch.chdir(tmp_path)
+    config, script = RLConfig(), "x" * 5000  # longer than a file's name may be
+    agent = dataclasses.replace(config.episodes, agent=f"./python -c {script}")
+    made = EpisodeSetup.of(dataclasses.replace(config, episodes=agent), "")
+    assert made.flags.agent == f"{tmp_path}/python -c {script}"
+
+
+def test_the_gateway_says_why_it_cannot_listen():
+    with pytest.raises(EpisodeError, match="--rl-agent-host 203.0.113.1, which must be .* address"):
+        run(setup(f"{AGENTS}:waits", agent_host="203.0.113.1"), LAST)
 
 
 FAILURES = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -20,12 +19,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mindspeed_rl_plugin.gateway import chat_api
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, SpokenTurn, parsed
 from mindspeed_rl_plugin.gateway.conversation import Conversation, PendingCall
-from mindspeed_rl_plugin.gateway.messages import JobSampling, RefusedRequest, SpokenTurn
 
-MODEL = "policy"  # the name under which the model is listed; a request may give any other
+POLICY_NAME = "policy"  # the name under which the model is listed; a request may give any other
 MAX_BODY_BYTES = 32 << 20
-MAX_DEPTH = 64  # of the JSON in a body
 READ_SECONDS = 60.0  # for a request to arrive, once its head has
 MAX_CONNECTIONS = 4096
 KEEPALIVE_SECONDS = 15.0  # between two comments in a stream whose turn is not sampled yet
@@ -35,13 +33,13 @@ CLIENT_LOOK_SECONDS = 0.5  # between two looks whether a client still waits
 class Gateway:
     """Endpoints for the conversations of one process.
 
-    host: address to listen on; sampling: of the job; note: takes lines for the user.
+    host: address of the listener; sampling: of the job; note: takes lines for the user.
     """
 
-    def __init__(self, host: str, sampling: JobSampling, note: Callable[[str], None]) -> None:
+    def __init__(self, host: str, listener: socket.socket, sampling: JobSampling, note: Callable[[str], None]) -> None:
         self._sampling, self._note = sampling, note
         self._conversations: dict[str, Conversation] = {}  # by name
-        self._socket = socket.create_server((host, 0))
+        self._socket = listener
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -70,7 +68,7 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._known(request)
-        return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "job"}]})
+        return JSONResponse({"object": "list", "data": [{"id": POLICY_NAME, "object": "model", "owned_by": "job"}]})
 
     async def _chat(self, request: Request) -> Response:
         conversation = self._known(request)
@@ -81,9 +79,13 @@ class Gateway:
             self._note(note)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"
         call = await conversation.ask(asked, raw, again)
-        made = (f"chatcmpl-{conversation.name}-{conversation.turns}", body.get("model") or MODEL, int(time.time()))
+        made = (
+            f"chatcmpl-{conversation.name}-{conversation.turns}",
+            body.get("model") or POLICY_NAME,
+            int(time.time()),
+        )
         if body.get("stream"):
-            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            usage = isinstance(options := body.get("stream_options"), dict) and bool(options.get("include_usage"))
             events = _stream(call, lambda turn: chat_api.events(turn, *made, usage))
             return StreamingResponse(events, media_type="text/event-stream")
         while not call.turn.done() and not await request.is_disconnected():
@@ -138,17 +140,9 @@ async def _body(request: Request) -> bytes:
 
 def _json(raw: bytes) -> Any:
     try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise RefusedRequest(f"the body is no JSON: {error}") from None
-    if _deeper(value, MAX_DEPTH):
-        raise RefusedRequest(f"the body has JSON inside JSON, more than {MAX_DEPTH} deep")
-    return value
-
-
-def _deeper(value: Any, left: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left < 0 or any(_deeper(one, left - 1) for one in inner if isinstance(one, (dict, list)))
+        return parsed(raw)
+    except ValueError as error:
+        raise RefusedRequest(f"the body is no JSON that is read here: {error}") from None
 
 
 async def _refused(request: Request, refused: Exception) -> Response:

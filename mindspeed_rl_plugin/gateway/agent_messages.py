@@ -8,11 +8,13 @@ A canonical message has `role` ("system", "user", "assistant", "tool") and `cont
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 CanonicalMessage = Mapping[str, Any]
+MAX_DEPTH = 64  # of JSON that agents send
 
 
 class RefusedRequest(Exception):
@@ -23,6 +25,29 @@ class RefusedRequest(Exception):
         self.status, self.code = status, code
 
 
+def parsed(text: str | bytes) -> Any:
+    """The value of an agent's JSON, whose numbers are finite: others are no JSON for the engine's process. Raises
+    ValueError."""
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it is too deep") from None
+    if _deeper(value, MAX_DEPTH):
+        raise ValueError(f"it has JSON inside JSON, more than {MAX_DEPTH} deep")
+    return value
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text:.40} is no finite number")
+    return value
+
+
+def _deeper(value: Any, left: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return left < 0 or any(_deeper(one, left - 1) for one in inner if isinstance(one, (dict, list)))
+
+
 class JobSampling(NamedTuple):
     """How the job samples."""
 
@@ -30,6 +55,7 @@ class JobSampling(NamedTuple):
     top_p: float
     top_k: int  # 0: all tokens
     replaces: bool  # --rl-agent-sampling: the sampling that requests ask for is ignored
+    no_stops: str  # the flag with which stop texts would not be found; "": they are
 
 
 @dataclass(frozen=True)
