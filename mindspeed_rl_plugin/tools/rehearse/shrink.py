@@ -10,10 +10,12 @@ MEMBERS = 4
 _SMALL, _FEWER_RANKS, _ONE_ITERATION, _BATCHES = "smaller model", "fewer ranks", "one iteration", "smaller batches"
 _SHORT, _NO_EVALUATION = "shorter sequences", "no evaluation set"
 _VIRTUAL = "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank"
-# Rules of `Flags.apply`: layers {0}, experts {1}.
+# Layers without experts that MindSpeed-LLM's converter takes for granted, whatever the script says.
+CONVERTED_DENSE = {"glm45": 3}
+# Rules of `Flags.apply`: layers {0}, experts {1}, most layers without experts {2}.
 COUNT_RULES = """
     --num-layers={0} --num-experts<={1} --moe-router-topk<=2 --moe-router-num-groups<=2 --moe-router-group-topk<=1
-    --first-k-dense-replace<=1 --recompute-num-layers<=1
+    --first-k-dense-replace<={2} --recompute-num-layers<=1
     --num-virtual-stages-per-pipeline-rank<=2 --num-layers-per-virtual-pipeline-stage<=1
 """
 # Key heads {0}, heads {1}, hidden size {2}. The sizes of a head in latent attention do not change: vLLM on a CPU only
@@ -125,14 +127,15 @@ def _model(flags: Flags, pp: int, widths: bool) -> None:
     every_head = flags.get("--num-query-groups") == flags.get("--num-attention-heads")
     flags.apply("depends on the original number of layers or batches", LAID_OUT)
     dense = "--first-k-dense-replace" in flags  # MindSpeed-LLM needs a layer with experts in each stage
-    layers = pp * 2 if virtual or pp == 1 or dense else pp
+    most = CONVERTED_DENSE.get(flags.get("--model-type-hf"), 1) if "--enable-hf2mg-convert" in flags else 1
+    layers = pp * (most + 1) if virtual or pp == 1 or dense else pp
     noop = "--noop-layers" in flags  # one no-op layer is kept, in a chunk with a normal layer
     layers *= 2 if noop else 1
     layers += "--num-layer-list" in flags  # so that its stages differ
     # Two experts per rank: with one, MindSpeed's --moe-zero-memory frees tokens that no permutation has copied.
     spread = flags.number("--tensor-model-parallel-size", 1) if "--moe-tp-extend-ep" in flags else 1
     experts = max(4, 2 * spread * flags.number("--expert-model-parallel-size", 1))
-    flags.apply(_SMALL, COUNT_RULES, layers, experts)
+    flags.apply(_SMALL, COUNT_RULES, layers, experts, most)
     if "[" in (pattern := flags.get("--moe-layer-freq") or ""):
         flags.apply(_SMALL, "--moe-layer-freq=[{0}]+[1]*{1}", int("[0" not in pattern), layers - 1)
     if widths:
