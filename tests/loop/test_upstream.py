@@ -210,6 +210,18 @@ def test_experts_are_replayed_under_mindspeed(
         assert line["router/differ"] == line["router/differ/2"] > 0.02
 
 
+@pytest.mark.parametrize("llm", [False, True], ids=["MindSpeed", "MindSpeed-LLM"])
+def test_the_choice_of_old_log_probs_is_replayed_under_mindspeed(job, arithmetic, moe_model, tmp_path, llm):
+    """As test_routes_loop.py: in the second step of a rollout the router would choose others."""
+    mindspeed, finetuned = PAIRS[-1]
+    flags = ("--train-iters", "2", "--rl-rollout-prompts", "8", "--lr", "3e-2", *REPLAYED["EP2"].split())
+    flags += ("--rl-router-replay", "old")
+    where = (arithmetic, moe_model, tmp_path, mindspeed, finetuned if llm else None)
+    first, second = with_experts(job, *where, flags).run(400).metrics
+    assert first["ratio/mean"] == first["ratio/max"] == 1.0 and first["router/differ"] == 0.0
+    assert second["router/differ"] > 0.0
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", [*REPLAYED][:2])
 @pytest.mark.parametrize("llm", [False, True], ids=["MindSpeed", "MindSpeed-LLM"])
