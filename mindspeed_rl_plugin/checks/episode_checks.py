@@ -51,6 +51,14 @@ def notes(config: RLConfig) -> Iterator[str]:
             f"{f', unless a function of yours reads `{ENVIRONMENT}`' if own else ''}; add "
             f"{ENVIRONMENT} to --rl-reward, or {ENVIRONMENT}=0 to only log it"
         )
+    flags, schedule = config.episodes, config.schedule
+    if flags.agent and flags.environment_lockstep and not FUNCTION.fullmatch(flags.agent):
+        yield "--rl-environment-lockstep: all commands of --rl-agent run at once; --rl-agent-processes is not used"
+    if flags.agent and schedule.carry_unfinished and not schedule.apart:
+        yield (
+            "--rl-carry-unfinished: a request of an agent waits while the engine sleeps. Most clients end it after "
+            "600 s and send it twice again; if training takes longer, give them a longer timeout"
+        )
 
 
 def _named(config: RLConfig) -> set[str]:

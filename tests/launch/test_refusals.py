@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from checkouts import checkouts
 from refusals import (
+    AGENT,
     ASYNC,
     CARRY,
     CP2,
@@ -329,6 +330,7 @@ NOTED = [
     BALANCED,
     BALANCED | {"moe_router_load_balancing_type": ["none"]},
     CP2 | LATENT | {"shape_order": "SBH"},
+    AGENT | CARRY | {"--rl-agent": "bash agent.sh", "--rl-environment-lockstep": ""},
 ]
 QUIET = [
     {},
