@@ -330,7 +330,7 @@ NOTED = [
     BALANCED,
     BALANCED | {"moe_router_load_balancing_type": ["none"]},
     CP2 | LATENT | {"shape_order": "SBH"},
-    AGENT | CARRY | {"--rl-agent": "bash agent.sh", "--rl-environment-lockstep": ""},
+    AGENT | CARRY | {"--rl-agent": "bash", "--rl-environment-lockstep": ""},
 ]
 QUIET = [
     {},
