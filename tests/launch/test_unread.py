@@ -77,7 +77,9 @@ READ_BY = {
     "--rl-schedule async": {"schedule": "async"},
     "--rl-schedule streamed": {"schedule": "streamed"},
     "--rl-schedule async or --rl-carry-unfinished": {"schedule": "streamed", "carry_unfinished": True},
-    "--rl-tools or --rl-environment": {"tools": ("a.py:f",)},
+    "--rl-tools, --rl-environment or --rl-agent": {"tools": ("a.py:f",)},
+    "--rl-agent": {"agent": "a.py:f"},
+    "--rl-agent with a command": {"agent": "bash"},
 }
 
 
