@@ -169,12 +169,13 @@ class Lead:
         """End the episode after a failure. A response needs a token: if the environment could not begin, the model has
         one turn, which gets no answer. Raises EpisodeError if the run stops."""
         sample = state.request.id
+        who = "environment" if self._with_tools is None else "agent"
         if self.limits.on_error == "stop":
             raise EpisodeError(
-                f"the environment of {place(sample)} {why}\n  (with --rl-environment-on-error zero or drop, the run "
+                f"the {who} of {place(sample)} {why}\n  (with --rl-environment-on-error zero or drop, the run "
                 "continues and counts such episodes)"
             )
-        self._warn("", f"an environment failed, for the first time, in {place(sample)}: it {why}")
+        self._warn("", f"an {who} failed, for the first time, in {place(sample)}: it {why}")
         state.fail(why)
         self.environments.end(sample)
         if state.rewards:

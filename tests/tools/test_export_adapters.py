@@ -159,6 +159,7 @@ def test_what_cannot_be_exported_is_named(convert, tmp_path):
     convert.imported("tp2")
     convert.exported("--adapter", refused="holds a whole model; leave out --adapter and --base")
     trained(convert, Parallel(2, tp=2), ("local", "sequential"), weights)
+    convert.exported("--adapter", "--tokenizer", tmp_path, refused="an adapter has the tokenizer of its base")
     moved, convert.back = base.rename(tmp_path / "moved"), tmp_path / "result"
     convert.exported(refused=f"{base / 'release'}, the base of these adapters, is not there; if it was moved")
     assert convert.exported("--base", moved).keys() == weights.keys()

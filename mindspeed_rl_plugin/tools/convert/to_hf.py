@@ -55,6 +55,8 @@ def export(options: argparse.Namespace) -> str:
         raise ValueError(f"{checkpoint.folder} holds a whole model; leave out --adapter and --base")
     factors = Factors(shape, checkpoint, lora) if lora else None
     if options.adapter:
+        if options.tokenizer:
+            raise ValueError(f"--tokenizer {options.tokenizer}: an adapter has the tokenizer of its base; leave it out")
         (out := options.out / UNFINISHED).mkdir()
         count = write_peft(out, shape, factors, given or factors.stored_dtype, config["model_type"])
         _finish(out)

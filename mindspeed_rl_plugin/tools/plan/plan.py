@@ -145,7 +145,7 @@ def _run_of_model(options: argparse.Namespace) -> PlannedRun:
         raise ValueError("give a launch script, or --model and --train")
     shape = model_shape(options.model, 1)  # an unknown name is refused before a layout is asked for
     if not options.train:
-        raise ValueError(f"--model {options.model}: give the layout of the trainer too, for example --train tp8,dp2")
+        raise ValueError(f"--model {options.model}: give the layout of the trainer too, for example --train tp4,dp2")
     if options.vocab:
         raise ValueError("--vocab is for a launch script; --model has its own vocabulary")
     check_experts(shape, options.train, f"--train {options.train}")
