@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.engine.response_kind import ONE_TURN
 from mindspeed_rl_plugin.loop import engine_options as engine
 
 
@@ -30,5 +31,6 @@ def test_the_share_of_the_device(monkeypatch, given, where, share):
         engine_config={},
         end_tokens=(),
         tokenizer_path=None,
+        responses=ONE_TURN,
     )
     assert engine.options(inputs, torch.bfloat16).memory_utilization == share
