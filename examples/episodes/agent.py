@@ -4,7 +4,7 @@ import json
 
 import openai
 
-HTTP = openai.DefaultAsyncHttpxClient()  # for all episodes: to make one takes 50 ms
+HTTP = openai.DefaultAsyncHttpxClient()  # for all episodes: it takes long to make one
 MULTIPLY = {
     "type": "function",
     "function": {
