@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,19 @@ class SampleId(NamedTuple):
     epoch: int  # number of the rollout
     group: int  # number of the prompt within the rollout
     member: int  # number of the response within the group
+
+
+class TurnId(NamedTuple):
+    """Identity of a turn of an episode, never reused."""
+
+    epoch: int
+    group: int
+    member: int
+    call: int  # number of the turn within the episode, in the order of the requests for turns
+
+    @property
+    def sample(self) -> SampleId:
+        return SampleId(*self[:3])
 
 
 Group = tuple[int, int]
@@ -145,6 +159,14 @@ def unpack_json(column: Ragged) -> list[object]:
     return [json.loads(bytes(r.tolist())) for r in column.rows()]
 
 
+def longest_paths(rows: Rows) -> Tensor:
+    """`[B]` int64, tokens of the longest path of each row. rows: `length`, and `paths` if there may be several."""
+    if (paths := rows.columns.get("paths")) is None:
+        return rows["length"]
+    bounds = ([*starts.tolist(), end] for starts, end in zip(paths.rows(), rows["length"].tolist(), strict=True))
+    return torch.tensor([max(b - a for a, b in pairwise(of_row)) for of_row in bounds], dtype=torch.int64)
+
+
 def route_dtype(experts: int) -> torch.dtype:
     """Of ids of so many experts; each token of a row has some for each layer with experts."""
     return torch.uint8 if experts <= 256 else torch.int16
@@ -202,7 +224,7 @@ class Sampling:
 class Completion:
     """One response, complete or partial."""
 
-    id: SampleId
+    id: SampleId | TurnId
     tokens: tuple[int, ...]  # R response ids, with the stop token if one was sampled
     logps: tuple[float, ...]  # R log-probs after temperature, top-p and top-k; 0.0 for a token that was not sampled
     finish: str  # one of `FINISH`
@@ -245,7 +267,7 @@ class Task:
 class GenerateRequest:
     """A request for one response."""
 
-    id: SampleId
+    id: SampleId | TurnId
     prompt_tokens: tuple[int, ...]
     sampling: Sampling
     seed: int  # 63 bits; of this response, or of the part after `begun`

@@ -55,7 +55,7 @@ class Critic:
 
         def collect(output: Tensor, batch: MicroBatch) -> Ragged:
             values = torch.where(batch.mask, of_all_ranks(output[..., 0].float(), batch), 0.0)
-            return to_rows(values.cpu(), batch.lengths, packed=settings.packed)
+            return to_rows(values.cpu(), batch)
 
         with gathered(self.model):
             return run_forward_only(self.model, batches, settings, collect)

@@ -67,6 +67,10 @@ class ResponseKind:
         """`[B]` number of tokens before the model's first turn, and whether these tokens are the prompt of the data."""
         return rows["prompt"].lengths, torch.ones(len(rows), dtype=torch.bool)
 
+    def response_lengths(self, rows: Rows) -> Tensor:
+        """`[B]` number of tokens that --rl-max-response-length limits."""
+        return rows["tokens"].lengths - self.prompt_lengths(rows)[0]
+
     def sampled(self, rows: Rows) -> Tensor:
         """`[T]` bool: the tokens that the model sampled."""
         of, at = places(rows["tokens"].lengths)

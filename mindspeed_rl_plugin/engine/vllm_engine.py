@@ -378,6 +378,5 @@ def _step_of(options: VllmOptions) -> str:
 
 
 def _name(request: GenerateRequest, version: int) -> str:
-    """A different name for each turn and each part of a response: a step in flight may still use the earlier name."""
-    turn = f"/{len(request.prompt_tokens)}" if request.task else ""
-    return "-".join(map(str, request.id)) + turn + (f"@{version}" if request.begun else "")
+    """A different name for each part of a response: a step in flight may still use the earlier name."""
+    return "-".join(map(str, request.id)) + (f"@{version}" if request.begun else "")

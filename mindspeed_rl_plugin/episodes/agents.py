@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl_plugin.episodes.environments import EpisodeError, Reply, ToolCall, Turn
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, ToolCall, Turn
 from mindspeed_rl_plugin.episodes.parsers import before_calls
-from mindspeed_rl_plugin.episodes.rollout_bridge import (
-    END_SECONDS,
-    RolloutEnvironments,
-    RolloutRecord,
-    RolloutReport,
-)
+from mindspeed_rl_plugin.episodes.rollout_bridge import END_SECONDS, RolloutEnvironments, RolloutReport
 from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
@@ -25,7 +20,6 @@ AGENTS_PROGRAM = Program(
     EpisodeError,
     patience=END_SECONDS,
 )
-AT_A_LIMIT = "the job samples no further turn: this conversation has reached a limit of its tokens or turns"
 
 
 class AgentEnvironments(RolloutEnvironments):
@@ -34,9 +28,13 @@ class AgentEnvironments(RolloutEnvironments):
     def __init__(self, setup: AgentSetup, workers: int, timeout: float, wait: float, together: int | None) -> None:
         super().__init__(AGENTS_PROGRAM, setup, f"--rl-agent {setup.agent}", workers, timeout, wait, together)
 
-    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
-        """See `Environments`. The agent gets the turn that a limit has cut, and no other."""
-        self._answer(episode, "finish", AT_A_LIMIT, cut and self._spoken(cut))
+    def refuse(self, episode: SampleId, calls: Sequence[int], why: str, code: str) -> None:
+        """Answer a request for turns with an error."""
+        self._answer(episode, len(calls), "refuse", calls, why, code)
+
+    def counted(self, episode: SampleId, call: int, tokens: int) -> None:
+        """Answer a request for the number of tokens of a prompt."""
+        self._answer(episode, 1, "counted", call, tokens)
 
     def _data(self, episode: SampleId, task: Mapping[str, Any]) -> tuple[Any, ...]:
         row = {**task["record"], **{name: task[name] for name in ("prompt", "answer")}}
@@ -50,10 +48,3 @@ class AgentEnvironments(RolloutEnvironments):
         whole = len(calls) == len(turn.attempts)  # else the agent gets the text, in which it can see what is wrong
         text = before_calls(turn.text) if calls and whole else turn.text
         return text, calls if whole else [], (turn.before, len(turn.tokens), turn.cut)
-
-    def _late(self, rollout: RolloutRecord) -> Reply:
-        """See `RolloutEnvironments`. An agent that had a turn is graded."""
-        if not rollout.spoke:
-            why = f"made no request within {self._timeout:g} s (--rl-environment-timeout)"
-            return Reply(rollout.sample, failure=why)
-        return Reply(rollout.sample, done=True, finish="time")

@@ -60,11 +60,18 @@ class TurnLimits:
 
 
 @dataclass(frozen=True)
-class AgentOpening:
-    """The messages and tools (JSON schemas) with which an agent begins its conversation."""
+class AgentRequest:
+    """A request of an agent for turns."""
 
-    messages: list[ChatMessage]
-    tools: list[Mapping[str, Any]]
+    calls: list[int]  # numbers of the turns; equal draws have one request
+    messages: list[ChatMessage]  # the whole conversation, or those behind the parent's turn
+    parent: int | None = None  # call of the turn that it continues
+    tools: list[Mapping[str, Any]] = field(default_factory=list)  # JSON schemas
+    limits: TurnLimits = TurnLimits()
+    trained: bool = True
+    only_count: bool = False  # the answer is the number of tokens of its prompt, and not a turn
+    differs: str = ""  # the first field in which a conversation that continues none differs from the longest one
+    why: str = ""  # the place of this field, as a sentence
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class Turn:
     logps: tuple[float, ...]
     text: str  # for the environment and graders
     attempts: tuple[Attempt, ...] | Unread = ()  # calls, malformed ones too, in order; or `Unread`
+    call: int = 0  # number of the turn in its episode
     before: int = 0  # tokens before it
     cut: bool = False  # whether a limit has cut it
 
@@ -85,14 +93,11 @@ class Reply:
 
     id: SampleId
     messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
-    # token ids of the complete next prompt, if the environment renders messages itself; else None
-    prompt: tuple[int, ...] | None = None
-    opening: AgentOpening | None = None  # instead of the prompt of the data
-    limits: TurnLimits = TurnLimits()  # of the next turn
+    request: AgentRequest | None = None  # of an agent, instead of messages
     reward: float = 0.0  # added to the reward of the last turn
     done: bool = False  # whether the episode is over
     finish: str | None = None  # why it is over, of `FINISH`; None: "stop", or the limit that it has reached
-    heard: int | None = None  # turns that reached the agent, None: all; a last one that did not is not trained
+    heard: list[int] | None = None  # calls of the turns that reached an agent; others are not trained; None: all
     failure: str | None = None  # why the environment cannot continue
     calls: dict[str, tuple[int, int]] = field(default_factory=dict)  # tool -> number of calls, and of failed ones
     raised: dict[str, str] = field(default_factory=dict)  # tool -> its first error

@@ -13,15 +13,15 @@ of a rollout.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
-from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
+from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Plan
 from mindspeed_rl_plugin.episodes.lead import Lead
-from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId
+from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, TurnId
 
 BETWEEN_SECONDS = 0.005  # time of the engine's steps between two checks for replies of environments
 ENVIRONMENT_SECONDS = 1.0  # longest single wait of the first rank for environments; other ranks wait meanwhile
@@ -29,12 +29,17 @@ ENVIRONMENT_SECONDS = 1.0  # longest single wait of the first rank for environme
 
 class EpisodeEngine:
     """`Engine` on top of an engine that samples turns. longest: limit of a turn [tokens]; begins: whether a new episode
-    waits for a reply of its environment; lead: None except on the engine's first rank; peers: the engine's ranks."""
+    waits for a reply of its environment; agents: whether replies come while the engine samples turns of the same
+    episode; lead: None except on the engine's first rank; peers: the engine's ranks."""
 
-    def __init__(self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers) -> None:
+    def __init__(
+        self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers, agents: bool = False
+    ) -> None:
         self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
+        self._agents = agents
         self._live: dict[SampleId, EpisodeState] = {}
-        self._sampling: set[SampleId] = set()  # episodes whose turn the engine samples
+        self._sampling: set[TurnId] = set()  # turns that the engine samples
+        self._cut: list[TurnId] = []  # interrupted turns of episodes that are not interrupted
         self._paused: dict[SampleId, EpisodeState] = {}
         self._progress, self._answered = time.monotonic(), 0
 
@@ -54,21 +59,26 @@ class EpisodeEngine:
         for request in requests:
             live = self._paused.pop(request.id, None)
             if live is None:
-                live = EpisodeState(request, request.prompt_tokens, self._begins)
+                live = EpisodeState(request)
                 if self._lead is not None:
                     self._lead.begin(live)
+                if not self._begins:
+                    live.begin(NextTurn(request.id, 0, None, request.prompt_tokens))
             else:
                 live.request = request
                 if self._lead is not None:
                     self._lead.resume(request.id)
             self._live[request.id] = live
-            if not live.waits:
-                due.append(live)
+            due += [
+                TurnId(*request.id, call) for call, turn in live.pending.items() if turn.submitted or not self._begins
+            ]
         self._sample(due)
 
     def poll(self, timeout: float) -> list[Completion]:
         """Work until an episode has ended; see `Engine`."""
         end, done = time.monotonic() + timeout, list[Completion]()
+        cut, self._cut = self._cut, []
+        self._sample(cut)
         while self._live:
             if self._sampling or not self.shares_experts:
                 turns = self._engine.poll(BETWEEN_SECONDS if self._waiting else max(end - time.monotonic(), 0.0))
@@ -91,10 +101,13 @@ class EpisodeEngine:
     def abort(self) -> list[Completion]:
         """Interrupt episodes; see `Engine`, and the module's docstring."""
         for turn in self._engine.abort():
-            self._live[turn.id].partial = turn if turn.tokens else None
+            self._live[turn.id.sample].pending[turn.id.call].partial = turn if turn.tokens else None
             self._sampling.remove(turn.id)
+            self._cut.append(turn.id)
         # A server may have just finished a turn: the next poll returns it, and its episode is not interrupted.
-        return [self._pause(sample) for sample in [*self._live] if sample not in self._sampling]
+        live = {turn.sample for turn in self._sampling}
+        self._cut = [turn for turn in self._cut if turn.sample in live]
+        return [self._pause(sample) for sample in [*self._live] if sample not in live]
 
     def update_weights(self, version: int, digest: str | None = None, *, in_flight: bool = False) -> None:
         """See `Engine`. Episodes that wait for their environments continue with the new weights."""
@@ -110,22 +123,22 @@ class EpisodeEngine:
 
     @property
     def _waiting(self) -> bool:
-        """Whether an episode waits for its environment or, in lockstep, for other episodes."""
-        return len(self._sampling) < len(self._live)
+        """Whether an episode waits for its environment or, in lockstep, for other episodes; one with an agent may."""
+        return self._agents or len({turn.sample for turn in self._sampling}) < len(self._live)
 
-    def _sample(self, due: Iterable[EpisodeState]) -> None:
-        requests = [live.next_turn(self._longest) for live in due]
-        self._sampling |= {request.id for request in requests}
+    def _sample(self, due: Sequence[TurnId]) -> None:
+        requests = [self._live[turn.sample].next_turn(turn.call, self._longest) for turn in due]
+        self._sampling |= {*due}
         self._engine.submit(requests)
 
     def _after(self, turns: Sequence[Completion], end: float) -> Plan:
         """The plan of the first rank after finished turns and replies of environments. end: deadline of a `poll`."""
         for turn in turns:
             self._sampling.remove(turn.id)
-            live = self._live[turn.id]
-            live.spoke(turn)
+            live = self._live[turn.id.sample]
+            path = live.spoke(turn)
             if self._lead is not None:
-                self._lead.turn(live, turn)
+                self._lead.turn(live, path, turn)
         plan = None
         if self._lead is not None:
             now = time.monotonic()
@@ -137,18 +150,15 @@ class EpisodeEngine:
         """Submit the turns of a plan. Returns the episodes that have ended. Raises EpisodeError if the run stops."""
         if plan.error is not None:
             raise EpisodeError(plan.error)
-        for sample, prompt in plan.prompts:
-            self._live[sample].prompt = prompt
-        for sample, tokens in plan.observations:
-            self._live[sample].sees(tokens)
-        for sample, limits in plan.limits:
-            self._live[sample].limits = limits
-        for sample in plan.unheard:
-            self._live[sample].unsay()
-        if plan.prompts or plan.observations or plan.over or plan.answered > self._answered:
+        for turn in plan.turns if self._lead is None else ():  # the lead has begun them
+            self._live[turn.sample].begin(turn)
+        for sample, _, unheard in plan.over:
+            for call in sorted(unheard, reverse=True):
+                self._live[sample].unsay(call)
+        if plan.due or plan.over or plan.answered > self._answered:
             self._progress, self._answered = time.monotonic(), plan.answered
-        self._sample([self._live[sample] for sample in plan.due])
-        return [self._live.pop(sample).completion(finish) for sample, finish in plan.over]
+        self._sample(plan.due)
+        return [self._live.pop(sample).completion(finish) for sample, finish, _ in plan.over]
 
     def _pause(self, sample: SampleId) -> Completion:
         live = self._paused[sample] = self._live.pop(sample)

@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.episodes.episode_rows import (
     EPISODE_COUNTS,
     MEASURED,
     EpisodeMeter,
+    check_paths,
     check_rest,
     check_turns,
     episode_columns,
@@ -31,7 +32,7 @@ from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.ranks import on_all_ranks, rank_of_job
 from mindspeed_rl_plugin.reward.items import opening
-from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId
+from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, longest_paths
 
 
 class EpisodeKind(ResponseKind):
@@ -54,7 +55,9 @@ class EpisodeKind(ResponseKind):
         self.setup, self.tools, self.check_fields = setup, tools, check_fields
         self.environments, self._apart = environments, apart
         self.tokenizer, self.stops = setup.tokenizer, bool(setup.flags.agent)
-        self.columns = episode_columns(len(tools), setup.flags.max_turns)
+        self.columns = episode_columns(len(tools), setup.flags.max_turns, self.stops)
+        if self.stops:
+            self.limited = (*self.limited, "paths")
         self.measured = tuple(column.name for column in self.columns if column.name in MEASURED)
         self.drops_failed = setup.flags.environment_on_error == "drop"
 
@@ -85,17 +88,22 @@ class EpisodeKind(ResponseKind):
             counts=dict.fromkeys(EPISODE_COUNTS, 0),
             tools=[(0, 0)] * len(self.tools),
             failed=False,
+            paths=[0] if self.stops else None,
         )
         return dataclasses.replace(completion, columns={**completion.columns, **columns})
 
     def prompt_lengths(self, rows: Rows) -> tuple[Tensor, Tensor]:
         return rows["prompt_length"], ~rows["environment_began"].bool()
 
+    def response_lengths(self, rows: Rows) -> Tensor:
+        return longest_paths(rows) - rows["prompt_length"]
+
     def sampled(self, rows: Rows) -> Tensor:
         return sampled_tokens(rows)
 
     def check_turns(self, rows: Rows) -> Checks:
-        return check_turns(rows)
+        yield from check_turns(rows)
+        yield from check_paths(rows)
 
     def check_rest(self, rows: Rows) -> Checks:
         return check_rest(rows)

@@ -16,21 +16,25 @@ from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, pack_json
 
 EPISODE_COUNTS = (
     *("calls", "malformed", "unknown", "arguments", "raised"),
-    *("observation_tokens", "cut", "special", "milliseconds"),
+    *("observation_tokens", "cut", "special", "milliseconds", "roots", "forks"),
+    *("differ_role", "differ_content", "differ_reasoning", "differ_tool_calls", "differ_tool_call_id", "differ_tools"),
 )
 """Numbers that are counted in an episode. calls: calls that were made; malformed: calls that cannot be read; unknown:
 calls of unknown tools; arguments: calls with wrong arguments; raised: calls that failed; observation_tokens: tokens
 between turns; cut: observations that were cut to --rl-max-observation-length; special: messages of the environment
-with the text of a control token (see `chat`); milliseconds: time of the user's code."""
+with the text of a control token (see `chat`); milliseconds: time of the user's code. Of agents: roots: conversations
+that are no continuation; forks: other turns that begin a path; differ_*: such conversations by the first field that
+differs from an earlier one."""
 
 _ONLY_MEASURED = ("environment_failed", "episode_counts", "tool_calls")
-MEASURED = ("prompt_length", "turns", *_ONLY_MEASURED)
-DUMPED = ("turn_reward", "conversation", *_ONLY_MEASURED)
+MEASURED = ("prompt_length", "turns", "paths", *_ONLY_MEASURED)
+DUMPED = ("paths", "turn_reward", "conversation", *_ONLY_MEASURED)
 FAILING = 16  # the run stops if a tool failed in every call of the last FAILING episodes that called it
 
 
-def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
-    """Specs of these columns. tools: number of tools; turns: most turns of an episode."""
+def episode_columns(tools: int, turns: int, agent: bool = False) -> tuple[ColumnSpec, ...]:
+    """Specs of these columns. tools: number of tools; turns: most turns of an episode; agent: whether rows may have
+    several paths."""
     columns = (
         ColumnSpec("prompt_length", torch.int64, "sample", ragged=False),  # with the environment's first messages
         # 1: the environment changed the prompt of the data
@@ -43,7 +47,9 @@ def episode_columns(tools: int, turns: int) -> tuple[ColumnSpec, ...]:
         ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
     )
     calls = ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(tools, 2))
-    return (*columns, calls) if tools else columns
+    # first token of each path, as index of the row's `tokens`
+    paths = ColumnSpec("paths", torch.int64, "sample", ragged=True, longest=turns)
+    return (*columns, *([calls] if tools else []), *([paths] if agent else []))
 
 
 def episode_row(
@@ -56,6 +62,7 @@ def episode_row(
     counts: Mapping[str, int],
     tools: Sequence[Sequence[int]],
     failed: bool,
+    paths: Sequence[int] | None = None,
 ) -> dict[str, Column]:
     """The columns of one episode, B = 1.
 
@@ -68,6 +75,7 @@ def episode_row(
     environment's reply, are in the reply's first message or, if the reply has none, in the message before.
     counts: by the names in `EPISODE_COUNTS`.
     tools: for each tool, number of its calls, and of those that failed.
+    paths: first token of each path in the row; None: rows have one path.
     """
     columns: dict[str, Column] = {
         "prompt_length": torch.tensor([len(prompt)]),
@@ -78,7 +86,9 @@ def episode_row(
         "environment_failed": torch.tensor([failed], dtype=torch.int8),
         "episode_counts": torch.tensor([[counts[name] for name in EPISODE_COUNTS]]),
     }
-    return columns | ({"tool_calls": torch.tensor([[list(calls) for calls in tools]])} if tools else {})
+    if tools:
+        columns["tool_calls"] = torch.tensor([[list(calls) for calls in tools]])
+    return columns if paths is None else columns | {"paths": Ragged.from_rows([torch.tensor(paths)])}
 
 
 # checks of rows
@@ -98,6 +108,20 @@ def check_turns(rows: Rows) -> Checks:
         "prompt's end ({}), and none ends after {}"
     )
     yield of, bad, text, lambda s: turns.row(int(of[s])).tolist(), before[of], total[of]
+
+
+def check_paths(rows: Rows) -> Checks:
+    """Check where paths begin: with the row, and else between two turns."""
+    if (paths := rows.columns.get("paths")) is None:
+        return
+    of, at = places(paths.lengths)
+    text = "paths {}; give the first token of each path, the first one 0, in order, none within a turn"
+    yield torch.arange(len(rows)), paths.lengths < 1, text, lambda i: paths.row(int(i)).tolist()
+    starts, sampled = paths.values, sampled_tokens(rows)
+    least = torch.where(at > 0, starts.roll(1) + 1, 0)
+    bad = (starts < least) | ((at == 0) & (starts != 0)) | (starts >= rows["tokens"].lengths[of])
+    yield of, bad, text, lambda s: paths.row(int(of[s])).tolist()
+    yield of, sampled[rows["tokens"].offsets[of] + starts], text, lambda s: paths.row(int(of[s])).tolist()
 
 
 def sampled_tokens(rows: Rows) -> Tensor:
@@ -176,9 +200,15 @@ class EpisodeMeter:
             "episode/special": float(totals["special"]),
             "episode/seconds": totals["milliseconds"] / 1000 / count,
             "episode/failed": float(rows["environment_failed"].sum()),
+            **({} if not totals["roots"] else self._of_agents(totals, count)),
             "tools/calls": totals["calls"] / count,
             **{f"tools/{name}": float(totals[name]) for name in ("malformed", "unknown", "arguments", "raised")},
         }
+
+    @staticmethod
+    def _of_agents(totals: Mapping[str, int], count: int) -> dict[str, float]:
+        differ = {f"episode/{name}": float(totals[name]) for name in EPISODE_COUNTS if name.startswith("differ_")}
+        return {"episode/roots": totals["roots"] / count, "episode/forks": totals["forks"] / count, **differ}
 
     def _check_tools(self, tool_calls: Tensor) -> None:
         """Raise only after FAILING episodes; in a single episode the model may be the cause. tool_calls: `[B, tools,

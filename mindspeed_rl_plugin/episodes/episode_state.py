@@ -4,16 +4,103 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mindspeed_rl_plugin.engine.routes import ROUTES, continued, routes_of
 from mindspeed_rl_plugin.episodes.environments import Reply, TurnLimits
 from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, episode_row
-from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged, SampleId
+from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged, SampleId, TurnId
+
+OF_ROOTS, OF_FORKS = 1 << 32, 1 << 33  # numbers in seeds of paths; turns have smaller ones
+
+
+@dataclass(eq=False)
+class Path:
+    """Tokens that the model reads and samples one after another. An episode is one path or, if the requests of an agent
+    fork, several, which may begin with the same turns."""
+
+    prompt: tuple[int, ...]  # token ids before the first turn
+    seeds: tuple[int, ...] = ()  # what makes its seed from that of the response
+    common: int = 0  # first tokens that an earlier path has, too
+    tokens: list[int] = field(default_factory=list)  # ids after the prompt
+    logps: list[float] = field(default_factory=list)
+    segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
+    turns: list[tuple[int, int, int]] = field(default_factory=list)  # (first token, end, call) of each, in `tokens`
+    routes: Tensor | None = None  # of prompt and tokens (`engine.routes`); tokens between turns have the next turn's
+    head: int | None = None  # call of the last turn if nothing was added behind it
+    conversation: list[dict[str, Any]] = field(default_factory=list)  # on the first rank
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def end(self, turns: int) -> int:
+        """Where its first turns end, in `tokens`."""
+        return self.turns[turns - 1][1] if turns else 0
+
+    def until(self, turns: int, *seeds: int) -> Path:
+        """A copy of its first turns."""
+        end = self.end(turns)
+        calls = [call for *_, call in self.turns[:turns]]
+        said = next((i + 1 for i, m in enumerate(self.conversation) if m.get("call") == calls[-1]), 0) if calls else 0
+        return Path(
+            self.prompt,
+            (*self.seeds, *seeds),
+            len(self.prompt) + end,
+            self.tokens[:end],
+            self.logps[:end],
+            [(first, version) for first, version in self.segments if first < end],
+            self.turns[:turns],
+            None if self.routes is None else self.routes[: len(self.prompt) + end],
+            calls[-1] if calls else None,
+            [dict(message) for message in self.conversation[:said]],
+        )
+
+    def sees(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the model sees before its next turn."""
+        self.head = None
+        self.tokens += tokens
+        self.logps += [0.0] * len(tokens)
+
+    def spoke(self, call: int, turn: Completion) -> None:
+        start = len(self.tokens)
+        self.segments = _joined(self.segments, start, turn.segments)
+        self.turns.append((start, start + len(turn.tokens), call))
+        self.tokens += turn.tokens
+        self.logps += turn.logps
+        self.head = call
+        if (routes := routes_of(turn)) is not None:
+            self.routes = continued(self.routes, routes)
+
+
+class NextTurn(NamedTuple):
+    """A turn that the engine is to sample."""
+
+    sample: SampleId
+    call: int  # number of the turn in its episode
+    parent: int | None  # call of the turn that it continues; None: `tokens` are a whole prompt
+    tokens: tuple[int, ...]  # ids behind the parent's turn
+    limits: TurnLimits = TurnLimits()
+    trained: bool = True  # else the turn is not kept
+    common: int = 0  # without a parent: first tokens of the prompt that another path of the episode has, too
+
+
+@dataclass(eq=False)
+class PendingTurn:
+    """A turn that the engine samples, or that waits for its place in the order or in an interrupted episode."""
+
+    path: Path
+    limits: TurnLimits
+    trained: bool
+    submitted: bool = False
+    partial: Completion | None = None  # its interrupted part, if any
 
 
 @dataclass(eq=False)
@@ -22,99 +109,154 @@ class EpisodeState:
     fields."""
 
     request: GenerateRequest
-    prompt: tuple[int, ...]  # token ids before the first turn
-    waits: bool  # whether a reply of its environment is due
-    tokens: list[int] = field(default_factory=list)  # ids after the prompt
-    logps: list[float] = field(default_factory=list)
-    segments: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
-    turns: list[tuple[int, int]] = field(default_factory=list)  # as in `Completion`
-    partial: Completion | None = None  # the interrupted turn, if any
-    limits: TurnLimits = TurnLimits()  # of the next turn
-    routes: Tensor | None = None  # of prompt and tokens (`engine.routes`); tokens between turns have the next turn's
+    paths: list[Path] = field(default_factory=list)  # in the order of their first turns
+    turns: dict[int, tuple[Path, int]] = field(default_factory=dict)  # call -> a path with it, its turns up to it
+    pending: dict[int, PendingTurn] = field(default_factory=dict)  # by call
+    begun: Counter[int | None] = field(default_factory=Counter)  # call -> turns that continue it; None: whole prompts
 
     format: Any = None  # `RawFormat` with the tools of this episode
     asked: Sequence[Mapping[str, Any]] = ()  # messages of the data, or its prompt as a user's message
-    conversation: list[dict[str, Any]] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)  # of the turns
+    opening: list[dict[str, Any]] = field(default_factory=list)  # the conversation before the first turn
+    rewards: dict[int, float] = field(default_factory=dict)  # of the turns, by call
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EPISODE_COUNTS, 0))
     tools: dict[str, list[int]] = field(default_factory=dict)  # name -> number of calls, and of failed ones
     failure: str | None = None  # why its environment cannot continue
-    finish: str | None = None  # why it ends; set while only its last reply is due
+    finish: str | None = None  # why it ends; with an environment set while only its last reply is due
+    last: Reply | None = None  # the last reply of an agent, while the engine still samples turns
     held: list[Reply] | None = None  # replies since it was interrupted; None: it is not interrupted
 
-    def spoke(self, turn: Completion) -> None:
-        start = len(self.tokens)
-        self.segments = _joined(self.segments, start, turn.segments)
-        self.turns.append((start, start + len(turn.tokens)))
-        self.tokens += turn.tokens
-        self.logps += turn.logps
-        if (routes := routes_of(turn)) is not None:
-            self.routes = continued(self.routes, routes)
-        self.partial, self.waits = None, True
+    @property
+    def path(self) -> Path:
+        """The path with the turn that ended last."""
+        return self.paths[-1]
 
-    def sees(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the model sees before its next turn."""
-        self.tokens += tokens
-        self.logps += [0.0] * len(tokens)
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return self.path.conversation if self.paths else self.opening
 
-    def unsay(self) -> None:
-        """Take the last turn back, with the tokens before it that the model saw only then."""
-        self.turns.pop()
-        end = self.turns[-1][1] if self.turns else 0
-        self.tokens, self.logps = self.tokens[:end], self.logps[:end]
-        self.segments = [(first, version) for first, version in self.segments if first < end]
-        if self.routes is not None:
-            self.routes = self.routes[: max(len(self.prompt) + end - 1, 0)]
-        if self.rewards:  # on the first rank
-            lost = self.rewards.pop()
-            del self.conversation[next(i for i, m in enumerate(self.conversation) if m.get("turn", [-1])[0] >= end) :]
+    def begin(self, turn: NextTurn) -> None:
+        """Begin a turn. It continues the path of its parent, or a copy if this path continues already."""
+        number = self.begun[turn.parent]
+        self.begun[turn.parent] += 1
+        if turn.parent is None:
+            seeds = (OF_ROOTS + number,) if number else ()
+            path = Path(turn.tokens, seeds, turn.common, conversation=[dict(message) for message in self.opening])
+        else:
+            path, count = self.turns[turn.parent]
+            if path.head != turn.parent or not turn.trained:
+                path = path.until(count, OF_FORKS + (count << 16) + number)
+            path.sees(turn.tokens)
+        self.pending[turn.call] = PendingTurn(path, turn.limits, turn.trained)
+
+    def spoke(self, turn: Completion) -> Path:
+        """Take an ended turn. Returns its path, which is now the last one; that of a turn that is not trained is not
+        kept."""
+        call = turn.id.call
+        pending = self.pending.pop(call)
+        path = pending.path
+        path.spoke(call, turn)
+        if pending.trained:
+            if path in self.paths:
+                self.paths.remove(path)
+            self.paths.append(path)
+            self.turns[call] = path, len(path.turns)
+        return path
+
+    def unsay(self, call: int) -> None:
+        """Take a turn back that nothing continues, with the tokens before it that the model saw only then."""
+        path, count = self.turns.pop(call)
+        if all(path is not other for other, _ in self.turns.values()):
+            self.paths.remove(path)
+        else:
+            before = path.until(count - 1)
+            for name in ("tokens", "logps", "segments", "turns", "routes", "head", "conversation"):
+                setattr(path, name, getattr(before, name))
+        if (lost := self.rewards.pop(call, 0.0)) and self.paths:
             self.reward(lost)
 
-    def next_turn(self, longest: int) -> GenerateRequest:
-        """The request for the next turn, or for the rest of an interrupted one. longest: limit of a turn [tokens]."""
-        self.waits, request, left = False, self.request, self.request.sampling.max_tokens - len(self.tokens)
-        most, stop = min(longest, left, self.limits.most or left), request.sampling.stop + self.limits.stop
+    def next_turn(self, call: int, longest: int) -> GenerateRequest:
+        """The request for a pending turn, or for the rest of an interrupted one. longest: limit of a turn [tokens]."""
+        request, pending = self.request, self.pending[call]
+        pending.submitted = True
+        path, limits = pending.path, pending.limits
+        left = request.sampling.max_tokens - len(path.tokens)
+        most, stop = min(longest, left, limits.most or left), request.sampling.stop + limits.stop
         return replace(
             request,
-            prompt_tokens=(*self.prompt, *self.tokens),
+            id=TurnId(*request.id, call),
+            prompt_tokens=(*path.prompt, *path.tokens),
             sampling=replace(request.sampling, max_tokens=most, stop=stop),
-            seed=turn_seed(request.seed, len(self.turns)),
-            begun=self.partial,
+            seed=turn_seed(reduce(turn_seed, path.seeds, request.seed), len(path.turns)),
+            begun=pending.partial,
         )
 
     def completion(self, finish: str) -> Completion:
-        """The response so far, with the interrupted turn if there is one. finish: why it ends, of `FINISH`."""
-        part, start = self.partial, len(self.tokens)
-        tokens, logps, segments = self.tokens, self.logps, self.segments
-        if part is not None:
-            tokens, logps = [*tokens, *part.tokens], [*logps, *part.logps]
-            segments = _joined(segments, start, part.segments)
+        """The response so far, one path after the other, with interrupted turns. finish: why it ends, of `FINISH`."""
+        pending = self.pending.values() if finish == "abort" else ()
+        paths, parts = [*self.paths], {id(p.path): p.partial for p in pending if p.partial is not None}
+        paths += [p.path for p in pending if p.path not in paths]
+        tokens, logps, segments = list[int](), list[float](), list[tuple[int, int]]()
+        turns, starts = dict[int, tuple[int, int]](), [0]
+        prompt = paths[0].prompt if paths else self.request.prompt_tokens
+        for path in paths:
+            part, at = parts.get(id(path)), len(tokens)
+            if path is not paths[0]:
+                starts.append(len(prompt) + at)
+                tokens += path.prompt
+                logps += [0.0] * len(path.prompt)
+            start = len(tokens)
+            more = [*path.segments] if part is None else _joined(path.segments, len(path.tokens), part.segments)
+            segments += [(at if not first else start + first, version) for first, version in more]
+            tokens += path.tokens
+            logps += path.logps
+            for first, end, call in path.turns:
+                if call in turns:  # another path trains it
+                    logps[start + first : start + end] = [0.0] * (end - first)
+                else:
+                    turns[call] = start + first, start + end
+            if part is not None:
+                tokens += part.tokens
+                logps += part.logps
         return Completion(
             self.request.id,
             tuple(tokens),
             tuple(logps),
             finish,
             tuple(segments),
-            prompt=self.prompt,
-            turns=tuple(self.turns),
-            columns={} if finish == "abort" else self._columns(),
+            prompt=prompt,
+            turns=tuple(turns.values()),
+            columns={} if finish == "abort" else self._columns(turns, starts),
             resumable=False,  # no other process has its environment
         )
 
     # on the first rank
 
-    def _columns(self) -> dict[str, Column]:
-        routes = {} if self.routes is None else {ROUTES: Ragged.from_rows([self.routes])}
-        return routes | episode_row(
-            self.prompt,
+    def _columns(self, turns: Mapping[int, tuple[int, int]], starts: Sequence[int]) -> dict[str, Column]:
+        routes = [path.routes for path in self.paths if path.routes is not None]
+        return ({ROUTES: Ragged.from_rows([torch.cat(routes)])} if routes else {}) | episode_row(
+            self.paths[0].prompt,
             self.request.prompt_tokens,
-            self.turns,
-            self.rewards,
-            self.conversation,
+            [*turns.values()],
+            [self.rewards.get(call, 0.0) for call in turns],
+            self._said(turns),
             counts=self.counts,
             tools=[*self.tools.values()],
             failed=self.failure is not None,
+            paths=starts,
         )
+
+    def _said(self, turns: Mapping[int, tuple[int, int]]) -> list[dict[str, Any]]:
+        """The messages of all paths; if there are several, each message has the number of its path."""
+        out, seen = [], set[int]()
+        for number, path in enumerate(self.paths):
+            for message in path.conversation:
+                call = message.get("call")
+                said = {name: value for name, value in message.items() if name != "call"}
+                if call is not None and call not in seen:
+                    seen.add(call)
+                    said |= {"turn": list(turns[call]), "reward": self.rewards.get(call, 0.0)}
+                out.append(said | ({"path": number} if len(self.paths) > 1 else {}))
+        return out
 
     def count(self, counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
@@ -123,38 +265,31 @@ class EpisodeState:
     def hear(self, messages: Sequence[Mapping[str, Any]], seconds: float) -> None:
         """Add the messages of a reply. The seconds of the reply are put in its first message or, if it has none, in the
         message before."""
-        at = len(self.conversation) - (not messages)
-        self.conversation += [dict(message) for message in messages]
+        conversation = self.conversation
+        at = len(conversation) - (not messages)
+        conversation += [dict(message) for message in messages]
         if messages or seconds:
-            heard = self.conversation[at]
+            heard = conversation[at]
             heard["seconds"] = round(heard.get("seconds", 0.0) + seconds, 3)
 
     def reward(self, value: float) -> None:
         """Add to the reward of the last turn; a reward before the first turn is dropped."""
-        if self.rewards:
-            self.rewards[-1] += value
-            last = next(message for message in reversed(self.conversation) if "turn" in message)
-            last["reward"] = self.rewards[-1]
+        if self.paths:
+            self.rewards[self.path.turns[-1][2]] += value
 
     def fail(self, why: str) -> None:
         """Record that its environment failed; all its rewards become 0."""
-        self.failure, self.rewards = why, [0.0] * len(self.rewards)
-        for message in self.conversation:
-            if "turn" in message:
-                message["reward"] = 0.0
+        self.failure, self.rewards = why, dict.fromkeys(self.rewards, 0.0)
 
 
 @dataclass
 class Plan:
     """What all ranks of the engine do next."""
 
-    # (episode, token ids of its prompt), if the environment has written or extended the prompt of the data
-    prompts: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)
-    limits: list[tuple[SampleId, TurnLimits]] = field(default_factory=list)  # of next turns
-    unheard: list[SampleId] = field(default_factory=list)  # episodes whose last turn reached nobody
-    observations: list[tuple[SampleId, tuple[int, ...]]] = field(default_factory=list)  # tokens after the last turn
-    due: list[SampleId] = field(default_factory=list)  # episodes whose next turn is submitted, in this order
-    over: list[tuple[SampleId, str]] = field(default_factory=list)  # episodes that have ended, and why (of `FINISH`)
+    turns: list[NextTurn] = field(default_factory=list)  # that begin
+    due: list[TurnId] = field(default_factory=list)  # turns that are submitted, in this order
+    # episodes that have ended, why (of `FINISH`), and calls of turns that reached nobody
+    over: list[tuple[SampleId, str, tuple[int, ...]]] = field(default_factory=list)
     expired: bool = False  # whether the deadline of `poll` has passed
     answered: int = 0  # as in `Environments`
     error: str | None = None  # why the run stops

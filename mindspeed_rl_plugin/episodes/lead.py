@@ -1,10 +1,12 @@
-"""The decisions of an engine's first rank about its episodes: what the model sees next, and when an episode ends."""
+"""The decisions of an engine's first rank about its episodes: what the model sees next, and when an episode ends.
+
+`agent_lead` has those for agents."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, RawFormat
@@ -21,9 +23,9 @@ from mindspeed_rl_plugin.episodes.environments import (
     row_of,
     tool_names,
 )
-from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, Plan
+from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Path, Plan
 from mindspeed_rl_plugin.reward.items import opening
-from mindspeed_rl_plugin.rows import Completion, SampleId
+from mindspeed_rl_plugin.rows import Completion, SampleId, TurnId
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class EpisodeLimits:
 
 class Lead:
     """format: encodes messages; parse: finds calls in a turn's text, None: `environments` do this by a user's parser;
-    environments: those of this engine's episodes; with_tools: the format for the tools of an agent, which raises
-    ValueError if there is none."""
+    environments: those of this engine's episodes."""
+
+    who = "environment"
 
     def __init__(
         self,
@@ -48,23 +51,21 @@ class Lead:
         format: RawFormat,
         parse: Callable[[str], Sequence[Attempt]] | None,
         environments: Environments,
-        with_tools: Callable[[Sequence[Mapping[str, Any]]], RawFormat] | None = None,
     ) -> None:
         self.limits, self.format, self.parse, self.environments = limits, format, parse, environments
-        self._with_tools = with_tools
         self._states: dict[SampleId, EpisodeState] = {}
         self._replies: list[Reply] = []  # kept replies of interrupted episodes that now continue
-        self._due: list[SampleId] = []  # episodes whose next turn can begin
-        self._over: list[tuple[SampleId, str]] = []
+        self._begun: list[NextTurn] = []  # turns that other ranks do not know yet
+        self._due: list[TurnId] = []  # turns that can be submitted
+        self._over: list[tuple[SampleId, str, tuple[int, ...]]] = []  # as in `Plan`
         self._said: set[str] = set()  # tools ("": environments) whose first failure was printed
 
     def begin(self, state: EpisodeState) -> None:
         sample, task = state.request.id, state.request.task
         assert task is not None, f"{sample} has no task"
         fields = row_of(task.fields)
-        state.conversation = opening(fields.get("messages"), fields["prompt"])
-        state.asked = fields.get("messages") or [*state.conversation]
-        state.format = self.format
+        state.opening = opening(fields.get("messages"), fields["prompt"])
+        state.asked = fields.get("messages") or [*state.opening]
         state.tools = {name: [0, 0] for name in tool_names(self.environments.tools)}
         self._states[sample] = state
         self.environments.begin(sample, fields, task.seed)
@@ -81,25 +82,21 @@ class Lead:
     def end(self, sample: SampleId) -> None:
         self.environments.end(sample)
         self._states.pop(sample, None)
-        self._due = [other for other in self._due if other != sample]
+        self._due = [turn for turn in self._due if turn.sample != sample]
 
     def close(self) -> None:
         self.environments.close()
 
-    def turn(self, state: EpisodeState, turn: Completion) -> None:
-        """Take an ended turn of the model; `state` already has its tokens."""
-        sample, text = state.request.id, self.format.text(turn.tokens)
-        state.rewards.append(0.0)
-        state.conversation.append({"role": "assistant", "content": text, "turn": list(state.turns[-1]), "reward": 0.0})
-        before, cut = len(state.prompt) + len(state.tokens) - len(turn.tokens), turn.finish != "stop"
-        most = state.limits.most
+    def turn(self, state: EpisodeState, path: Path, turn: Completion) -> None:
+        """Take an ended turn of the model; `path` already has its tokens."""
+        sample, said = state.request.id, self._spoken(state, path, turn)
         if state.failure is not None:  # the environment could not begin, so nothing answers the turn
-            self._over.append((sample, turn.finish))
-        elif not cut or (most is not None and len(turn.tokens) >= most):
-            attempts = () if cut else self._attempts(state.format, turn.tokens)
-            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, attempts, before, cut))
+            self._over.append((sample, turn.finish, ()))
+        elif not said.cut:
+            attempts = self._attempts(self.format, turn.tokens)
+            self.environments.act(sample, replace(said, attempts=attempts))
         else:
-            self._finish(state, "length", Turn(turn.tokens, turn.logps, text, (), before, cut))
+            self._finish(state, "length", said)
 
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
         """The plan for episodes whose environments have replied; waits at most `seconds` for a reply.
@@ -118,47 +115,51 @@ class Lead:
                     self._take(plan, state, reply)
         except EpisodeError as error:
             plan.error = str(error)
+        plan.turns, self._begun = self._begun, []
         self._give_turns(plan, sampling)
         plan.over, self._over = self._over, []
-        for sample, _ in plan.over:
+        for sample, *_ in plan.over:
             del self._states[sample]
         plan.expired, plan.answered = time.monotonic() >= end, self.environments.answered
         return plan
 
     # inside
 
+    def _spoken(self, state: EpisodeState, path: Path, turn: Completion) -> Turn:
+        """Note a turn in the conversation."""
+        call, text = turn.id.call, self.format.text(turn.tokens)
+        path.conversation.append({"role": "assistant", "content": text, "call": call})
+        state.rewards[call] = 0.0
+        before, cut = path.length - len(turn.tokens), turn.finish != "stop"
+        return Turn(turn.tokens, turn.logps, text, (), call, before, cut)
+
     def _attempts(self, format: RawFormat, tokens: Sequence[int]) -> tuple[Attempt, ...] | Unread:
-        """Attempts at calls in a complete turn; () if an agent gave no tools."""
-        if self._with_tools is not None and not format.tools:
-            return ()
+        """Attempts at calls in a complete turn."""
         text, most = format.raw_text(tokens), format.most_calls
         return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
 
     def _take(self, plan: Plan, state: EpisodeState, reply: Reply) -> None:
+        self._count(state, reply)
+        state.reward(reply.reward)
+        messages = self._shortened(state, reply)
+        state.hear(messages if state.turns else (), reply.seconds)
+        if reply.failure is not None:
+            self._fail(state, reply.failure)
+        elif reply.done or state.finish is not None:
+            self._over.append((reply.id, state.finish or reply.finish or "stop", ()))
+        elif len(state.turns) >= self.limits.turns:
+            self._finish(state, "turns")
+        elif state.turns:
+            self._observe(state, messages)
+        else:
+            self._open(state, messages)
+
+    def _count(self, state: EpisodeState, reply: Reply) -> None:
         state.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
         for name, counts in reply.calls.items():
             state.tools[name] = [a + b for a, b in zip(state.tools[name], counts, strict=True)]
         for name, error in reply.raised.items():
             self._warn(name, f"the tool {name!r} raised, for the first time, in {place(reply.id)}: {error}")
-        state.reward(reply.reward)
-        if reply.limits != state.limits:
-            plan.limits.append((reply.id, reply.limits))
-        if reply.opening is not None:
-            state.asked, state.conversation = reply.opening.messages, [dict(m) for m in reply.opening.messages]
-        messages = self._shortened(state, reply) if reply.prompt is None else reply.messages
-        state.hear(messages if state.rewards else (), reply.seconds)
-        if reply.failure is not None:
-            self._fail(state, reply.failure)
-        elif reply.done or state.finish is not None:
-            if reply.heard is not None and reply.heard < len(state.turns):
-                plan.unheard.append(reply.id)
-            self._over.append((reply.id, state.finish or reply.finish or "stop"))
-        elif len(state.rewards) >= self.limits.turns:
-            self._finish(state, "turns")
-        elif state.rewards:
-            self._observe(plan, state, reply, messages)
-        else:
-            self._open(plan, state, reply, messages)
 
     def _finish(self, state: EpisodeState, why: str, cut: Turn | None = None) -> None:
         """Ask the environment for the last reply, because no further turn comes. cut: a turn that the limit has cut."""
@@ -168,8 +169,7 @@ class Lead:
     def _fail(self, state: EpisodeState, why: str) -> None:
         """End the episode after a failure. A response needs a token: if the environment could not begin, the model has
         one turn, which gets no answer. Raises EpisodeError if the run stops."""
-        sample = state.request.id
-        who = "environment" if self._with_tools is None else "agent"
+        sample, who = state.request.id, self.who
         if self.limits.on_error == "stop":
             raise EpisodeError(
                 f"the {who} of {place(sample)} {why}\n  (with --rl-environment-on-error zero or drop, the run "
@@ -178,10 +178,14 @@ class Lead:
         self._warn("", f"an {who} failed, for the first time, in {place(sample)}: it {why}")
         state.fail(why)
         self.environments.end(sample)
-        if state.rewards:
-            self._over.append((sample, state.finish or "stop"))
+        self._end_failed(state)
+
+    def _end_failed(self, state: EpisodeState) -> None:
+        sample = state.request.id
+        if state.turns:
+            self._over.append((sample, state.finish or "stop", ()))
         else:
-            self._due.append(sample)
+            self._give(state, NextTurn(sample, 0, None, state.request.prompt_tokens))
 
     def _warn(self, of: str, text: str) -> None:
         """Print the first failure of each tool, and of environments (of: "")."""
@@ -189,67 +193,47 @@ class Lead:
             print(f"[rl] warning: {text}", flush=True)  # printed by the first rank of each engine
         self._said.add(of)
 
-    def _open(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
+    def _open(self, state: EpisodeState, messages: Sequence[ChatMessage]) -> None:
         """Plan the first turn. First messages of the environment are appended to the prompt's last message."""
-        sample, prompt = reply.id, reply.prompt
-        said = "".join(message["content"] for message in messages)
-        if reply.opening is not None:
-            try:
-                state.format = self._with_tools(reply.opening.tools)
-            except ValueError as error:
-                self._fail(state, f"gives tools that the model cannot see: {error}")
-                return
-            if (prompt := self._tokens(state, state.format.written, state.asked)) is None:
-                return
-        elif said:
+        prompt = state.request.prompt_tokens
+        if said := "".join(message["content"] for message in messages):
             *before, last = state.asked
-            content = state.conversation[-1]["content"] = last["content"] + said
+            content = state.opening[-1]["content"] = last["content"] + said
             prompt = self._tokens(state, self.format.prompt, [*before, {**last, "content": content}], len(said))
-        if prompt is not None and len(prompt) > self.limits.prompt:
+        if len(prompt) > self.limits.prompt:
             self._fail(
                 state,
                 f"makes the prompt {len(prompt)} tokens long by its first messages; --rl-max-prompt-length is "
                 f"{self.limits.prompt}: shorten the messages, or raise the limit",
             )
             return
-        if prompt is not None:
-            plan.prompts.append((sample, prompt))
-        self._due.append(sample)
+        self._give(state, NextTurn(state.request.id, 0, None, prompt))
 
-    def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
+    def _observe(self, state: EpisodeState, messages: Sequence[ChatMessage]) -> None:
         """Plan the next turn; if no token is left for it, finish the episode."""
-        sample = reply.id
-        if reply.prompt is None:
-            if (tokens := self._tokens(state, state.format.behind, state.tokens[-1], messages)) is None:
-                return
-        else:
-            held = (*state.prompt, *state.tokens)
-            tokens = reply.prompt[len(held) :]
-            if reply.prompt[: len(held)] != held:
-                self._fail(state, _no_extension(held, reply.prompt))
-                return
-        if len(tokens) >= state.request.sampling.max_tokens - len(state.tokens):
+        last, path = len(state.turns) - 1, state.path
+        tokens = self._tokens(state, self.format.behind, path.tokens[-1], messages)
+        if len(tokens) >= state.request.sampling.max_tokens - len(path.tokens):
             self._finish(state, "length")
             return
         state.count({"observation_tokens": len(tokens)})
-        plan.observations.append((sample, tokens))
-        self._due.append(sample)
+        self._give(state, NextTurn(state.request.id, last + 1, last, tokens))
 
-    def _tokens(
-        self, state: EpisodeState, form: Callable[..., Sequence[int]], *arguments: Any
-    ) -> tuple[int, ...] | None:
-        """Tokens of messages. If the chat template cannot write them, the episode of an agent fails, and None is
-        returned; with an environment raises EpisodeError."""
+    def _give(self, state: EpisodeState, turn: NextTurn) -> None:
+        """Begin a turn; it is submitted when its time comes."""
+        state.begin(turn)
+        self._begun.append(turn)
+        self._due.append(TurnId(*turn.sample, turn.call))
+
+    def _tokens(self, state: EpisodeState, form: Callable[..., Sequence[int]], *arguments: Any) -> tuple[int, ...]:
+        """Tokens of messages. Raises EpisodeError if the chat template cannot write them."""
         try:
             return tuple(form(*arguments))
         except TEMPLATE_ERRORS as error:
-            raised = f"the chat template raised {type(error).__name__}: {error}"
-            if self._with_tools is not None:
-                self._fail(state, f"sent messages that cannot become tokens: {raised}")
-                return None
             raise EpisodeError(
-                f"{raised}\n  in {place(state.request.id)}, for messages of the "
-                "environment; let the environment return one message a turn, or give a tokenizer whose template fits"
+                f"the chat template raised {type(error).__name__}: {error}\n  in {place(state.request.id)}, for "
+                "messages of the environment; let the environment return one message a turn, or give a tokenizer whose "
+                "template fits"
             ) from error
 
     def _shortened(self, state: EpisodeState, reply: Reply) -> list[dict[str, Any]]:
@@ -257,7 +241,7 @@ class Lead:
         messages = []
         for message in reply.messages:
             content, cut = message["content"], False
-            if state.rewards:
+            if state.turns:
                 content, cut = self.format.shortened(content, self.limits.observation)
             state.count({"cut": int(cut), "special": int(self.format.holds_special(content))})
             messages.append({**message, "content": content})
@@ -269,14 +253,5 @@ class Lead:
             if sampling or self.environments.pending:
                 return
             self._due.sort()
-        plan.due = [sample for sample in self._due if self._states[sample].held is None]
-        self._due = [sample for sample in self._due if self._states[sample].held is not None]
-
-
-def _no_extension(held: Sequence[int], prompt: Sequence[int]) -> str:
-    pairs = enumerate(zip(held, prompt, strict=False))
-    same = next((i for i, (one, other) in pairs if one != other), min(len(held), len(prompt)))
-    return (
-        f"asks for a prompt of {len(prompt)} tokens that is no extension of the {len(held)} tokens so far (they "
-        f"differ at token {same}); sampled tokens are never encoded again, so its renderer must only append"
-    )
+        plan.due = [turn for turn in self._due if self._states[turn.sample].held is None]
+        self._due = [turn for turn in self._due if self._states[turn.sample].held is not None]

@@ -1,9 +1,8 @@
 """`Environments` whose own loop, in another process, requests the model's turns: agents, and environments of verifiers.
 
-Each process runs many rollouts. Messages of a rollout may come at any time; here each message
-becomes the reply to a call of `Environments`. If a process dies, or is killed because a rollout in it cannot be
-stopped, the rollouts that have begun in it fail, because verifiers' state is lost. Rollouts that have not begun run in
-another process.
+Each process runs many rollouts. Messages of a rollout may come at any time; here each becomes a reply. If a process
+dies, or is killed because a rollout in it cannot be stopped, the rollouts that have begun in it fail, because their
+state is lost. Rollouts that have not begun run in another process.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from mindspeed_rl_plugin.episodes.environments import AgentOpening, Reply, Turn, TurnLimits
+from mindspeed_rl_plugin.episodes.environments import AgentRequest, Reply, Turn
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program, Worker, wait_for
 
@@ -34,12 +33,8 @@ class RolloutReport(msgspec.Struct):
 
     number: int  # of the rollout
     seconds: float  # since the model's last turn, or since the rollout began
-    prompt: list[int] | None = None  # token ids of the prompt of the turn that it requests
-    messages: list[dict[str, Any]] = []  # those that are new in this prompt
-    opening: AgentOpening | None = None
-    most: int | None = None  # as in `TurnLimits`
-    stop: tuple[str, ...] = ()
-    heard: int | None = None
+    request: AgentRequest | None = None
+    heard: list[int] | None = None
     note: str | None = None  # a line for the user; number is -1 then
     reward: float = 0.0
     done: bool = False
@@ -64,10 +59,10 @@ class RolloutRecord:
     sample: SampleId
     data: tuple[Any, ...]  # arguments of the process's `begin`
     process: RolloutProcess | None = None  # None before it begins
-    due: float | None = None  # time since which its reply is due; None: it has not begun, or the model has its turn
-    spoke: bool = False  # whether the model had a turn
-    early: Reply | None = None  # its last reply, if it ended during the model's turn
-    ending: float | None = None  # deadline to stop; None: it is not given up
+    due: float | None = None  # time since which its reply is due; None: it has not begun, or waits for turns
+    waits: int = 0  # for so many turns
+    late: str | None = None  # why it is stopped before its end
+    ending: float | None = None  # deadline to stop; None: it is not given up, and not late
 
     @property
     def evaluated(self) -> bool:
@@ -111,13 +106,9 @@ class RolloutEnvironments:
         """What a rollout gets of a turn."""
         raise NotImplementedError
 
-    def _late(self, rollout: RolloutRecord) -> Reply:
-        """The last reply of a rollout that is killed, because its reply did not come in time."""
-        return Reply(rollout.sample, failure=f"ran longer than {self._timeout:g} s (--rl-environment-timeout)")
-
     @property
     def pending(self) -> bool:
-        return bool(self._queue or self._replies or any(r.due is not None for r in self._known.values()))
+        return bool(self._queue or self._replies or any(r.due is not None or r.late for r in self._known.values()))
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """See `Environments`. The seed is not used: a loop of another has none."""
@@ -126,7 +117,7 @@ class RolloutEnvironments:
         self._queue.append(rollout)
 
     def act(self, episode: SampleId, turn: Turn) -> None:
-        self._answer(episode, "act", *self._spoken(turn))
+        self._answer(episode, 1, "act", turn.call, *self._spoken(turn))
 
     def end(self, episode: SampleId) -> None:
         rollout = self._known.get(episode)
@@ -162,14 +153,13 @@ class RolloutEnvironments:
 
     # calls
 
-    def _answer(self, episode: SampleId, call: str, *arguments: Any) -> None:
-        rollout = self._known.get(episode)
-        if rollout is None:
+    def _answer(self, episode: SampleId, turns: int, call: str, *arguments: Any) -> None:
+        """Answer requests for so many turns."""
+        if (rollout := self._known.get(episode)) is None:
             return
-        if rollout.early is not None:
-            self._reply(rollout, rollout.early)
-            return
-        rollout.due, rollout.spoke = time.monotonic(), True
+        rollout.waits -= turns
+        if not rollout.waits and not rollout.late:
+            rollout.due = time.monotonic()
         self._send(rollout, call, *arguments)
 
     def _send(self, rollout: RolloutRecord, call: str, *arguments: Any) -> None:
@@ -195,9 +185,12 @@ class RolloutEnvironments:
         rollout.due = None
         if rollout.process is None:
             self._queue.remove(rollout)
-        elif rollout.early is None:
-            rollout.ending = time.monotonic() + STOP_SECONDS
-            self._send(rollout, "end")
+        elif rollout.ending is None:
+            self._stop(rollout)
+
+    def _stop(self, rollout: RolloutRecord) -> None:
+        rollout.ending = time.monotonic() + STOP_SECONDS
+        self._send(rollout, "end")
 
     # replies
 
@@ -228,27 +221,24 @@ class RolloutEnvironments:
         over = report.done or report.ended or failure is not None
         if over:
             del self._rollouts[report.number]
-        prompt = None if report.prompt is None else tuple(report.prompt)
-        reply = Reply(
-            rollout.sample,
-            report.messages,
-            prompt,
-            report.opening,
-            TurnLimits(report.most, report.stop),
-            report.reward,
-            report.done,
-            heard=report.heard,
-            failure=failure,
-            seconds=report.seconds,
-        )
-        if rollout.due is not None:
-            self._reply(rollout, reply)
-        elif over:  # it ended during the model's turn, at a limit of verifiers
-            rollout.early = reply
+        if rollout.sample not in self._known or self._known[rollout.sample] is not rollout:
+            return
+        if over and rollout.late and failure is None:
+            self._reply(rollout, self._late(rollout, report))
+        elif over or not rollout.late:
+            if report.request is not None:
+                rollout.waits, rollout.due = rollout.waits + len(report.request.calls), None
+            done = {"reward": report.reward, "done": report.done, "heard": report.heard, "failure": failure}
+            self._reply(rollout, Reply(rollout.sample, request=report.request, seconds=report.seconds, **done))
+
+    def _late(self, rollout: RolloutRecord, report: RolloutReport) -> Reply:
+        """The last reply of a rollout that was stopped. One that had a turn is graded."""
+        if report.heard:
+            return Reply(rollout.sample, done=True, finish="time", heard=report.heard, seconds=report.seconds)
+        return Reply(rollout.sample, failure=rollout.late, seconds=report.seconds)
 
     def _reply(self, rollout: RolloutRecord, reply: Reply) -> None:
         self._replies.append(reply)
-        rollout.due = None
         if reply.done or reply.failure is not None:
             del self._known[rollout.sample]
 
@@ -270,8 +260,8 @@ class RolloutEnvironments:
         now = time.monotonic()
         for rollout in [*self._known.values()]:
             if rollout.due is not None and now >= rollout.due + self._timeout:
-                self._replies.append(replace(self._late(rollout), seconds=now - rollout.due))
-                self._give_up(rollout)
+                rollout.due, rollout.late = None, f"ran longer than {self._timeout:g} s (--rl-environment-timeout)"
+                self._stop(rollout)
         for rollout in self._rollouts.values():
             process = rollout.process
             if rollout.ending is not None and now >= rollout.ending and process.killed is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import FUNCTION, OPENENV, VERIFIERS, EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
@@ -21,6 +22,7 @@ from mindspeed_rl_plugin.episodes.chat import AgentFormats, RawFormat, make_form
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.environments import Environments, EpisodeError
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.agent_lead import AgentLead, ForkLimits
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
@@ -47,6 +49,7 @@ class EpisodeSetup:
     no_stops: str = ""  # the flag with which agents can give no stop texts
     rewarded: bool = False  # whether the reward of environments is graded
     trust_remote_code: bool = False  # whether code of the tokenizer may run
+    forks: ForkLimits = ForkLimits()
 
     @classmethod
     def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
@@ -67,13 +70,15 @@ class EpisodeSetup:
         rollout, rewarded = config.rollout, ENVIRONMENT in {text.partition("=")[0] for text in config.graders}
         more = {"sampling": (rollout.temperature, rollout.top_p, rollout.top_k), "rewarded": rewarded, **trust}
         more["no_stops"] = config.schedule.going_on
+        if flags.agent:
+            more["forks"] = _forks(config)
         return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **more)
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
         """From the result of `dataclasses.asdict`, which may have been sent as JSON."""
         flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
-        return cls(**{**fields, "flags": EpisodeConfig(**flags), "sampling": tuple(fields["sampling"])})
+        return cls(**{**fields, "flags": EpisodeConfig(**flags), "sampling": tuple(fields["sampling"]), "forks": ForkLimits(**fields["forks"])})
 
     def environments(self) -> Environments:
         """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""
@@ -139,16 +144,29 @@ class EpisodeSetup:
             on_error=flags.environment_on_error,
         )
         if engine.leader:
-            form, formats = self.format(tokenizer, environments), None
-            parse = make_parser(flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
+            form = self.format(tokenizer, environments)
             if flags.agent:
                 formats = AgentFormats(tokenizer, functools.cache(lambda: make_parser(flags.tool_parser, tokenizer)))
-                parse = formats.parse
-            lead = Lead(limits, form, parse, environments, formats)
+                lead = AgentLead(limits, form, formats, environments, self.forks)
+            else:
+                parse = make_parser(flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
+                lead = Lead(limits, form, parse, environments)
         elif environments is not None:
             environments.close()
         longest, begins = flags.longest_turn(self.response), bool(flags.environment or flags.agent)
-        return EpisodeEngine(engine, longest, begins, lead, peers)
+        return EpisodeEngine(engine, longest, begins, lead, peers, bool(flags.agent))
+
+
+def _forks(config: RLConfig) -> ForkLimits:
+    forward, refused = config.forward, ""
+    if resolve(config.algorithm).needs_critic:
+        refused = "--rl-advantage gae needs one conversation: continue it, or start the job with another estimator"
+    elif forward.max_tokens_per_microbatch is None:
+        refused = "a micro-batch has a fixed number of rows of one conversation each: start the job with "
+        refused += "--rl-max-tokens-per-microbatch"
+    return ForkLimits(
+        refused, forward.max_tokens_per_microbatch, forward.pack_sequences, forward.share_prompts
+    )
 
 
 def _agent(agent: str) -> str:

@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from mindspeed_rl_plugin.rows import Group, SampleId
+from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 
 Common = tuple[tuple[int, int], ...]
 """A group's members in the order of their tokens, each with the number of tokens that it shares with the one before."""
@@ -34,6 +34,32 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
     shorter = min(len(a), len(b))
     differs = np.flatnonzero(a[:shorter] != b[:shorter])
     return int(differs[0]) if len(differs) else shorter
+
+
+def row_sizes(rows: Rows, packed: bool, shared: bool) -> list[int]:
+    """Tokens that the model runs for each row alone, without padding at its end. rows: `length` (or `tokens`), and
+    `paths` if rows may have several; shared: paths run common first tokens once, so `tokens` is needed."""
+    lengths = (rows["length"] if "length" in rows.columns else rows["tokens"].lengths).tolist() if len(rows) else []
+    if "paths" not in rows.columns:
+        return lengths
+    sizes = []
+    for i, starts in enumerate(rows["paths"].rows()):
+        bounds = [*starts.tolist(), lengths[i]]
+        if shared:
+            paths = np.split(rows["tokens"].row(i).numpy(), bounds[1:-1])
+            sizes.append(lengths[i] - sum(n for _, n in common_tokens(paths)))
+        else:
+            sizes.append(lengths[i] if packed else int(np.diff(bounds).max()) * len(starts))
+    return sizes
+
+
+def first_paths(rows: Rows) -> list[np.ndarray]:
+    """Token ids of the first path of each row."""
+    tokens = [row.numpy() for row in rows["tokens"].rows()]
+    if "paths" not in rows.columns:
+        return tokens
+    others = [starts[1:2].tolist() for starts in rows["paths"].rows()]
+    return [row[: start[0]] if start else row for row, start in zip(tokens, others, strict=True)]
 
 
 class Trees:

@@ -183,7 +183,7 @@ def compute_logps(model: Model, micro_batches: Sequence[Rows], settings: Forward
 
     def collect(output: Tensor, batch: MicroBatch) -> Ragged:
         logp, _ = head_of(output, batch, settings)
-        return to_rows(torch.where(batch.mask, logp, 0.0).cpu(), batch.lengths, packed=settings.packed)
+        return to_rows(torch.where(batch.mask, logp, 0.0).cpu(), batch)
 
     with gathered(model):
         return run_forward_only(model, batches, settings, collect, scored=True)
@@ -208,7 +208,7 @@ def compute_routed_logps(
         if batch.tree is not None and len(values) == batch.tree.tokens.numel():
             values = values[batch.tree.at]
         values = values.unflatten(0, batch.tokens.T.shape).transpose(0, 1)
-        columns.append(to_rows(values, batch.lengths, packed=settings.packed))
+        columns.append(to_rows(values, batch))
     return logps, columns
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+AT_A_LIMIT, FORKED, INVALID = "context_length_exceeded", "history_differs", "invalid_request"  # codes of errors
 CanonicalMessage = Mapping[str, Any]
 MAX_DEPTH = 64  # of JSON that agents send
 
@@ -20,7 +21,7 @@ MAX_DEPTH = 64  # of JSON that agents send
 class RefusedRequest(Exception):
     """A request that is answered by an error of its API. status: of HTTP; code: for the client's program."""
 
-    def __init__(self, why: str, status: int = 400, code: str = "invalid_request") -> None:
+    def __init__(self, why: str, status: int = 400, code: str = INVALID) -> None:
         super().__init__(why)
         self.status, self.code = status, code
 
@@ -67,6 +68,8 @@ class TurnRequest:
     most: int | None = None  # longest turn that the agent wants [tokens]
     stop: tuple[str, ...] = ()  # texts that end the turn
     notes: tuple[str, ...] = ()  # what is ignored, one line each
+    n: int = 1  # answers
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class SpokenTurn:
     finish: str  # "stop", "length" or "tool_calls"
     prompt_tokens: int
     completion_tokens: int
+    mark: str = ""  # an id of this turn, by which it is known when it comes back
 
     @property
     def message(self) -> CanonicalMessage:
@@ -86,35 +90,79 @@ class SpokenTurn:
         return {"role": "assistant", "content": self.content, "reasoning": self.reasoning, **calls}
 
 
-@dataclass
+@dataclass(eq=False)
+class HeldTurn:
+    """A turn of the model that later requests may continue."""
+
+    call: int  # its number
+    parent: HeldTurn | None
+    before: tuple[CanonicalMessage, ...]  # messages between the parent's turn, or the beginning, and this turn
+    tools: tuple[Mapping[str, Any], ...]
+    turn: SpokenTurn
+
+    @property
+    def messages(self) -> tuple[CanonicalMessage, ...]:
+        return (*self.before, self.turn.message)
+
+
+class Match(NamedTuple):
+    """What a request continues."""
+
+    turn: HeldTurn | None  # None: it is a conversation of its own
+    new: list[CanonicalMessage]  # messages behind this turn, or all of them
+    differs: str = ""  # of a conversation of its own: the first field that differs from what is held
+    why: str = ""  # the same as a sentence
+
+
 class History:
-    """The messages of a conversation: those that the agent gave, and the model's turns."""
+    """The turns that are held, each behind its parent: a tree."""
 
-    messages: list[CanonicalMessage] = field(default_factory=list)
-    tools: tuple[Mapping[str, Any], ...] = ()
+    def __init__(self) -> None:
+        self._behind: dict[int | None, list[HeldTurn]] = {}  # call of the parent -> turns, the latest last
 
-    def behind(self, request: TurnRequest) -> list[CanonicalMessage]:
-        """The messages of a request behind the last turn. Raises RefusedRequest, with the first message and field that
-        differ, if the request does not continue this conversation by messages of tools or users."""
-        held, given = self.messages, request.messages
-        if request.tools != self.tools:
-            raise _fork("the tools are not those of the first request")
-        for at, (one, other) in enumerate(zip(held, given, strict=False)):
-            if differs := difference(one, other):
-                raise _fork(f"message {at} ({one['role']}) has another {differs} than before")
-        if len(given) <= len(held):
-            raise _fork(f"it has {len(given)} messages, and with the last turn there are {len(held)} already")
-        new = [self._named(message) for message in given[len(held) :]]
-        if other := next((message["role"] for message in new if message["role"] not in ("tool", "user")), None):
-            raise _fork(f"a message of role {other!r} stands behind the last turn")
-        return new
+    def add(self, turn: HeldTurn) -> None:
+        self._behind.setdefault(turn.parent and turn.parent.call, []).append(turn)
 
-    def _named(self, message: CanonicalMessage) -> CanonicalMessage:
-        """A tool's result with the name of the tool, which the call of its id has."""
-        of = message.get("tool_call_id")
-        calls = [call for held in reversed(self.messages) for call in held.get("tool_calls", ())]
-        name = next((call["name"] for call in calls if of is not None and call["id"] == of), None)
-        return message if name is None else {**message, "name": name}
+    def match(self, request: TurnRequest) -> Match:
+        """The longest held conversation with which a request begins, if only messages of tools or users follow. Of
+        equal ones the one whose marks come back, else the latest."""
+        given, found, at, differs, why = request.messages, None, 0, "", ""
+        roots = self._behind.get(None, [])
+        fits = [turn for turn in roots if turn.tools == request.tools]
+        if roots and not fits:
+            differs, why = "tools", "the tools are not those of a former request"
+        while fits:
+            places = [_first_difference(turn.messages, given[at:]) for turn in fits]
+            same = [turn for turn, place in zip(fits, places, strict=True) if place is None]
+            if not same:
+                n, differs = max(place for place in places if place is not None)
+                why = f"message {at + n} ({given[at + n]['role']}) has another {differs} than before" if differs else ""
+                break
+            marked = [turn for turn in same if given[at + len(turn.before)].get("mark") == turn.turn.mark]
+            found = (marked or same)[-1]
+            at += len(found.messages)
+            fits = self._behind.get(found.call, [])
+        new = list(given[at:])
+        if found is not None and new and all(message["role"] in ("tool", "user") for message in new):
+            return Match(found, self._named(given, new))
+        if found is not None and not differs:
+            differs, why = "role", "behind the last turn there is a message that is neither a tool's nor a user's"
+        return Match(None, self._named(given, list(given)), differs, why)
+
+    @staticmethod
+    def _named(given: Sequence[CanonicalMessage], new: list[CanonicalMessage]) -> list[CanonicalMessage]:
+        """New messages; a tool's result gets the name of the tool, which the call of its id has."""
+        names = {call["id"]: call["name"] for message in given for call in message.get("tool_calls", ())}
+        return [{**m, "name": names[m["tool_call_id"]]} if m.get("tool_call_id") in names else m for m in new]
+
+
+def _first_difference(held: Sequence[CanonicalMessage], given: Sequence[CanonicalMessage]) -> tuple[int, str] | None:
+    """Number of the first given message that differs from the held one, and its field; "" if there is none. None if
+    the given messages begin with all held ones."""
+    for n, pair in enumerate(zip(held, given, strict=False)):
+        if field := difference(*pair):
+            return n, field
+    return None if len(held) <= len(given) else (len(given), "")
 
 
 def difference(held: CanonicalMessage, given: CanonicalMessage) -> str | None:
@@ -128,7 +176,7 @@ def difference(held: CanonicalMessage, given: CanonicalMessage) -> str | None:
         return "reasoning"
     one, other = ([_typed(m) for m in message.get("tool_calls", ())] for message in (held, given))
     if one != other:
-        return "tool call"
+        return "tool_calls"
     return "tool_call_id" if held.get("tool_call_id") != given.get("tool_call_id") else None
 
 
@@ -151,11 +199,3 @@ def calls_of(found: Sequence[tuple[str, Mapping[str, Any]]], first: int) -> tupl
 def _typed(call: Mapping[str, Any]) -> tuple[str, str]:
     """Name and arguments of a call, so that 1, 1.0 and true differ."""
     return call["name"], json.dumps(call["arguments"], sort_keys=True)
-
-
-def _fork(why: str) -> RefusedRequest:
-    return RefusedRequest(
-        f"the request does not continue the conversation: {why}; send the same messages and tools again, with the "
-        "answer as it came, and behind it only messages of tools or of the user",
-        code="history_differs",
-    )

@@ -16,7 +16,7 @@ import shlex
 import signal
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -66,17 +66,17 @@ class Agents:
         self.gateway.open(conversation)
         self._running[number] = asyncio.create_task(self._run(conversation, row, episode)), conversation
 
-    def act(self, number: int, text: str, calls: Sequence[tuple[str, Mapping[str, Any]]], numbers: Any) -> None:
+    def act(self, number: int, *turn: Any) -> None:
         """See `Conversation.speak`."""
-        if number in self._running:
-            self._running[number][1].speak(text, calls, numbers)
+        self._answer(number, Conversation.speak, *turn)
 
-    def finish(self, number: int, why: str, cut: Any) -> None:
-        """No further turn is sampled. cut: the arguments of `act` for a turn that a limit has cut."""
-        if number in self._running:
-            if cut is not None:
-                self._running[number][1].speak(*cut)
-            self._running[number][1].finish(why)
+    def refuse(self, number: int, *what: Any) -> None:
+        """See `Conversation.refuse`."""
+        self._answer(number, Conversation.refuse, *what)
+
+    def counted(self, number: int, *count: int) -> None:
+        """See `Conversation.counted`."""
+        self._answer(number, Conversation.counted, *count)
 
     def end(self, number: int) -> None:
         if number in self._running:
@@ -90,13 +90,17 @@ class Agents:
 
     # inside
 
+    def _answer(self, number: int, take: Callable[..., None], *arguments: Any) -> None:
+        if number in self._running:
+            take(self._running[number][1], *arguments)
+
     async def _run(self, conversation: Conversation, row: Mapping[str, Any], episode: str) -> None:
         try:
             run = self._call(row, conversation) if self._function else self._command(row, conversation, episode)
             reward = await run
             if reward is not None and not self._setup.rewarded:
                 self._note("the reward that the agent gives is not graded; for this add environment to --rl-reward")
-            if reward is None and self._setup.rewarded and conversation.over is None:
+            if reward is None and self._setup.rewarded and not conversation.limited:
                 raise AgentFailed("gave no reward; let it give one (docs/agents.md), or name graders in --rl-reward")
             if not math.isfinite(reward := float(reward or 0.0)):
                 raise AgentFailed(f"gave the reward {reward}, which is no finite number")
@@ -104,13 +108,13 @@ class Agents:
                 raise AgentFailed("ended before it had a turn of the model")
             conversation.tell(done=True, reward=reward, heard=conversation.heard)
         except asyncio.CancelledError:
-            conversation.tell(ended=True)
+            conversation.tell(ended=True, heard=conversation.heard)
         except Exception as error:  # noqa: BLE001 - whatever an agent raises is reported
             failure = str(error) if isinstance(error, AgentFailed) else describe(error)
-            if conversation.over is not None and conversation.heard:  # an agent may fail at the error for a limit
+            if conversation.limited and conversation.heard:  # an agent may fail at the error for a limit
                 conversation.tell(done=True, heard=conversation.heard)
             else:
-                conversation.tell(failure=failure)
+                conversation.tell(failure=failure, heard=conversation.heard)
         finally:
             self.gateway.close(conversation)
             conversation.finish("the agent has ended")

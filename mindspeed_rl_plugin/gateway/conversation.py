@@ -1,17 +1,21 @@
-"""One agent's conversation with the model: its requests wait here for the turns that the engine samples."""
+"""One agent's conversations with the model: its requests wait here for the turns that the engine samples."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mindspeed_rl_plugin.gateway.agent_messages import (
+    AT_A_LIMIT,
+    HeldTurn,
     History,
+    Match,
     RefusedRequest,
     SpokenTurn,
     TurnRequest,
@@ -19,14 +23,21 @@ from mindspeed_rl_plugin.gateway.agent_messages import (
     for_template,
 )
 
+MOST_REFUSED = 64  # requests beyond a limit; further ones get an error at once
+
 
 @dataclass(eq=False)
 class PendingCall:
-    """The last request for a turn."""
+    """A request for turns."""
 
     digest: bytes  # of its body
-    turn: asyncio.Future[SpokenTurn]
+    calls: tuple[int, ...]  # numbers of its turns
+    request: TurnRequest
+    match: Match
+    turns: asyncio.Future[tuple[SpokenTurn, ...]]
+    spoken: dict[int, SpokenTurn] = field(default_factory=dict)
     heard: bool = False  # whether an answer was given to a client that was there to read it
+    gone: Callable[[], Awaitable[bool]] | None = None  # whether its client does not wait any more
 
 
 class Conversation:
@@ -36,71 +47,132 @@ class Conversation:
         self.name = str(number)
         self.key = f"{self.name}-{secrets.token_urlsafe(24)}"
         self._say, self._since = say, time.monotonic()  # since when the agent works, and not the model
-        self._history = History()
-        self._calls = 0  # tool calls of the model
-        self._stop: tuple[str, ...] = ()  # of the pending request
-        self._call: PendingCall | None = None
+        self._history, self._numbers = History(), itertools.count()
+        self._calls: dict[int, PendingCall] = {}  # by the numbers of their turns
+        self._counts: dict[int, asyncio.Future[int]] = {}
+        self._made = 0  # tool calls of the model
+        self._refused = 0
         self.over: str | None = None  # why no further turn is sampled
-        self.turns = 0  # turns of the model
+        self.limited = False  # whether a request had an error, because the job has reached a limit
 
     def tell(self, **what: Any) -> None:
         """Send a report, with the seconds of the agent's work before it."""
-        self._say({"number": int(self.name), "seconds": time.monotonic() - self._since, **what})
+        waits = any(not call.turns.done() for call in self._calls.values())
+        seconds = 0.0 if waits else time.monotonic() - self._since
+        self._say({"number": int(self.name), "seconds": seconds, **what})
 
     @property
-    def heard(self) -> int:
-        """Turns of the model that have reached the agent: maybe not the last one."""
-        last = self._call
-        return self.turns - (last is not None and last.turn.done() and not last.heard)
+    def heard(self) -> list[int]:
+        """Numbers of the turns that have reached the agent."""
+        return [number for number, call in self._calls.items() if call.heard and call.request.trained]
 
     async def ask(self, request: TurnRequest, body: bytes, again: bool) -> PendingCall:
         """The call that a request begins, or joins, if a client sends its request again because the connection was lost
         (again: it says so). Raises RefusedRequest."""
-        digest, last = hashlib.sha256(body).digest(), self._call
-        if last is not None and last.digest == digest and (again or not last.heard):
-            return last
-        if self.over is not None:
-            raise RefusedRequest(self.over, code="context_length_exceeded")
-        if last is not None and not last.turn.done():
-            raise RefusedRequest("another request of this conversation has no answer yet; wait for it", code="busy")
-        asked: dict[str, Any] = {"most": request.most, "stop": request.stop}
-        if self.turns:
-            new = self._history.behind(request)
-            asked["messages"] = [for_template(message) for message in new]
-        else:
-            new, self._history.tools = [*request.messages], request.tools
-            asked["opening"] = {"messages": [for_template(m) for m in new], "tools": request.tools}
-        self._history.messages += new
-        self._stop = request.stop
-        self._call = PendingCall(digest, asyncio.get_running_loop().create_future())
-        self.tell(**asked)
-        return self._call
+        digest = hashlib.sha256(body).digest()
+        for call in [*self._calls.values()][::-1]:
+            if call.digest == digest and (again or (not call.heard and call.gone is not None and await call.gone())):
+                return call
+        numbers = tuple(next(self._numbers) for _ in range(request.n))
+        match, turns = self._matched(request), asyncio.get_running_loop().create_future()
+        call = PendingCall(digest, numbers, request, match, turns)
+        self._tell_request(call.match, request, numbers)
+        self._calls |= dict.fromkeys(numbers, call)
+        return call
 
-    def speak(self, text: str, calls: Sequence[tuple[str, Mapping[str, Any]]], numbers: tuple[int, int, bool]) -> None:
-        """Answer the waiting request with a turn. text: without the calls; numbers: tokens of the prompt and of the
-        turn, and whether a limit has cut it."""
-        if self._call is None or self._call.turn.done():
+    async def count(self, request: TurnRequest) -> int:
+        """Number of tokens of the prompt of a request. Raises RefusedRequest."""
+        number, self._counts[number] = next(self._numbers), asyncio.get_running_loop().create_future()
+        self._tell_request(self._matched(request), request, (number,), only_count=True)
+        try:
+            return await self._counts[number]
+        finally:
+            del self._counts[number]
+
+    # answers of the engine's process
+
+    def speak(
+        self,
+        number: int,
+        text: str,
+        calls: Sequence[tuple[str, Mapping[str, Any]]],
+        numbers: tuple[int, int, bool],
+    ) -> None:
+        """Take a turn of a waiting request. text: without the calls; numbers: tokens of the prompt and of the turn, and
+        whether a limit has cut it."""
+        call = self._calls.get(number)
+        if call is None or call.turns.done():
             return
         before, spoken, cut = numbers
-        for stop in self._stop:
+        for stop in call.request.stop:
             text = text.partition(stop)[0]
         reasoning, content = split_reasoning(text)
-        made = calls_of(calls, self._calls)
+        made = calls_of(calls, self._made)
         finish = "length" if cut else "tool_calls" if made else "stop"
-        turn = SpokenTurn(content, reasoning, made, finish, before, spoken)
-        self._calls += len(made)
-        self.turns += 1
+        mark = f"{number}-{secrets.token_hex(8)}"
+        turn = call.spoken[number] = SpokenTurn(content, reasoning, made, finish, before, spoken, mark)
+        self._made += len(made)
+        if call.request.trained:
+            parent = call.match.turn
+            self._history.add(HeldTurn(number, parent, tuple(call.match.new), call.request.tools, turn))
+        if len(call.spoken) == len(call.calls):
+            self._since = time.monotonic()
+            call.turns.set_result(tuple(call.spoken[one] for one in call.calls))
+
+    def refuse(self, numbers: Sequence[int], why: str, code: str) -> None:
+        """Answer a waiting request with an error."""
+        self.limited |= code == AT_A_LIMIT
+        self._refused += 1
+        if self._refused >= MOST_REFUSED:
+            self.over = why
+        call = self._calls.get(numbers[0])
+        _fail(self._counts.get(numbers[0]) if call is None else call.turns, RefusedRequest(why, code=code))
+        for number in numbers:
+            self._calls.pop(number, None)
         self._since = time.monotonic()
-        self._history.messages.append(turn.message)
-        self._call.turn.set_result(turn)
+
+    def counted(self, number: int, tokens: int) -> None:
+        if (waiting := self._counts.get(number)) is not None and not waiting.done():
+            waiting.set_result(tokens)
 
     def finish(self, why: str) -> None:
-        """No further turn is sampled. A request that waits gets this as an error."""
-        self.over, self._since = why, time.monotonic()
-        if self._call is not None and not self._call.turn.done():
-            self._call.turn.set_exception(RefusedRequest(why, code="context_length_exceeded"))
-            self._call.turn.exception()  # read, so that asyncio does not report it if nobody waits
-            self._call = None
+        """No further turn is sampled. Requests that wait get this as an error."""
+        self.over = why
+        for waiting in (*(call.turns for call in self._calls.values()), *self._counts.values()):
+            _fail(waiting, RefusedRequest(why, code=AT_A_LIMIT))
+
+    # inside
+
+    def _matched(self, request: TurnRequest) -> Match:
+        if self.over is not None:
+            raise RefusedRequest(self.over, code=AT_A_LIMIT)
+        match, held = self._history.match(request), None
+        held = match.turn
+        while held is not None:  # a turn that comes back has reached the agent
+            self._calls[held.call].heard, held = True, held.parent
+        return match
+
+    def _tell_request(
+        self, match: Match, request: TurnRequest, numbers: tuple[int, ...], only_count: bool = False
+    ) -> None:
+        asked = {
+            "calls": numbers,
+            "messages": [for_template(message) for message in match.new],
+            "parent": match.turn and match.turn.call,
+            "tools": request.tools,
+            "limits": {"most": request.most, "stop": request.stop},
+            "trained": request.trained,
+            "only_count": only_count,
+            "differs": match.differs,
+            "why": match.why,
+        }
+        self.tell(request=asked)
+
+
+def _fail(waiting: asyncio.Future | None, error: RefusedRequest) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_exception(error)
+        waiting.exception()  # read, so that asyncio does not report it if nobody waits
 
 
 def split_reasoning(text: str) -> tuple[str, str]:

@@ -80,7 +80,7 @@ class PairSchedule(Schedule):
         if job.due(done):
             self.evaluate(done)
         rows = job.admit(self.pairs)
-        plan.read(plan.round, rows["tokens"])
+        plan.read(plan.round, rows)
         plan.use(plan.round, plan.plan(plan.round))
         return Rollout(plan.metrics(), int(rows["tokens"].offsets[-1]))
 

@@ -45,7 +45,7 @@ class ReplayedSchedule(RolloutSchedule):
             raise ValueError(
                 f"the dump has {len(rows)} rows, a rollout {sizes.samples}: replay with the recorded sizes"
             )
-        plan.read(groups, rows["tokens"])
+        plan.read(groups, rows)
         for epoch in sorted({epoch for epoch, _ in groups} - plan.rounds.keys()):  # not in the checkpoint's dock
             plan.rounds[epoch] = sizes.prompts
             job.dock.open(epoch, sizes.prompts, sizes.members)

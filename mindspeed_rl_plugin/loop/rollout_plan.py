@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl_plugin.forward import Step, TokenBudget, plan_batches, plan_tokens
-from mindspeed_rl_plugin.forward.fragments import Common, Trees, common_tokens
+from mindspeed_rl_plugin.forward.fragments import Common, Trees, common_tokens, first_paths, row_sizes
 from mindspeed_rl_plugin.loop.arithmetic import Arithmetic
 from mindspeed_rl_plugin.loop.placement import Placement
-from mindspeed_rl_plugin.rows import Group, Ragged, SampleId
+from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.groups import GroupStats
 
 
@@ -114,12 +114,13 @@ class RolloutPlan:
         self.lengths |= {group: of_group.lengths for group, of_group in graded.items()}
         self.common |= {group: of_group.common for group, of_group in graded.items() if of_group.common}
 
-    def read(self, groups: Sequence[Group], tokens: Ragged) -> None:
-        """Keep the same of groups whose rows are at hand. tokens: of all rows, group by group."""
-        rows = iter([row.numpy() for row in tokens.rows()])
+    def read(self, groups: Sequence[Group], rows: Rows) -> None:
+        """Keep the same of groups whose rows are at hand. rows: `tokens`, maybe `paths`, group by group."""
+        sizes = iter(row_sizes(rows, self.budget is not None and self.budget.packed, self.shares))
+        firsts = iter(first_paths(rows))
         for group in groups:
-            mine = list(itertools.islice(rows, self.sizes.members))
-            self.lengths[group] = tuple(map(len, mine))
+            self.lengths[group] = tuple(itertools.islice(sizes, self.sizes.members))
+            mine = list(itertools.islice(firsts, self.sizes.members))
             if self.shares:
                 self.common[group] = common_tokens(mine)
 

@@ -53,7 +53,7 @@ def dump_rollout(
 
 
 def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
-    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, turns, routes, rewards,
+    """The rows of a dump: prompt, tokens, columns per token (0 in the prompt), segments, turns, paths, routes, rewards,
     finish, version, `REPLAYED`, which older dumps lack, and columns of `own` that have as many numbers in each row."""
     import pyarrow.parquet as pq
 
@@ -73,6 +73,8 @@ def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
     if "turns" in columns:
         rewards = [torch.tensor(row, dtype=torch.float32) for row in columns["turn_reward"].to_pylist()]
         out |= {"prompt_length": prompt.lengths, "turn_reward": Ragged.from_rows(rewards)}
+    if "paths" in columns:
+        out["paths"] = _ragged(columns["paths"])
     if "routes" in columns:
         layers, topk, dtype = json.loads(table.schema.metadata[b"routes"])
         held = [torch.frombuffer(bytearray(row), dtype=getattr(torch, dtype)) for row in columns["routes"].to_pylist()]
@@ -148,7 +150,8 @@ def _of_turns(rows: Rows, prompt: Ragged) -> dict[str, Any]:
 
     turns = _shifted(rows["turns"].rows(), -prompt.lengths, [1, 1])
     texts = [_utf8(json.dumps(messages, ensure_ascii=False)) for messages in unpack_json(rows["conversation"])]
-    return {"turns": pa.array(turns), "conversation": pa.array(texts)}
+    paths = {"paths": _list(rows["paths"])} if "paths" in rows.columns else {}
+    return {"turns": pa.array(turns), "conversation": pa.array(texts), **paths}
 
 
 def _shifted(rows: Iterable[Tensor], by: Tensor, which: Sequence[int]) -> list[list[list[int]]]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 SOLVED_AT = 1.0 - 1e-6  # below 1, because sums of fractions and float32 columns are rounded
-OWN = ("turn", "reward", "seconds")  # fields that we add to chat messages; no template reads them
+OWN = ("turn", "reward", "seconds", "path")  # fields that we add to chat messages; no template reads them
 
 
 class RewardError(ValueError):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl_plugin.forward import Step
-from mindspeed_rl_plugin.forward.fragments import Common, common_tokens
+from mindspeed_rl_plugin.forward.fragments import Common, common_tokens, first_paths, row_sizes
 from mindspeed_rl_plugin.rows import Group, Rows, SampleId
 from mindspeed_rl_plugin.stages.reward import FailureLog
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
@@ -33,7 +33,8 @@ class Groups(Stage):
         rows = self.look(ids)
         if self.context.config.forward.share_prompts:
             rows = rows.with_columns(**self.dock.read(ids, ["tokens"]).columns)
-        parts = self.context.ranks.gather((group_stats(rows), self.context.graders.take_failures()))
+        stats = group_stats(rows, self.context.config.forward.pack_sequences)
+        parts = self.context.ranks.gather((stats, self.context.graders.take_failures()))
         self.failures.add([failed for _, failed in parts], show=self.context.leader)
         return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
 
@@ -43,7 +44,7 @@ SPEC = StageSpec(
     reads=("reward", "graded", "grader_error", "length"),
     writes=(),
     resource="cpu",
-    if_written=("valid",),
+    if_written=("valid", "paths"),
     leases=False,
     build=Groups,
 )
@@ -56,7 +57,7 @@ class GroupStats:
     broken: bool  # a grade failed
     signal: bool  # its task rewards differ, and it is not `idle`
     reward: float  # mean of its task rewards
-    lengths: tuple[int, ...] = ()  # tokens of each sample, by member
+    lengths: tuple[int, ...] = ()  # tokens of each sample, by member, as `row_sizes`
     errors: int = 0  # samples on which a grader failed
     empty: bool = False  # a user's stage left no row to train on
     common: Common = ()  # tokens that its rows share, if there are tokens
@@ -79,13 +80,14 @@ class Selection:
     kept: tuple[Group, ...] = ()  # without signal; they may fill the batch after the next round
 
 
-def group_stats(rows: Rows) -> dict[Group, GroupStats]:
-    """Statistics of complete groups from the columns of `SPEC`, and maybe `tokens`; `reward` is the task reward, before
-    any penalty."""
+def group_stats(rows: Rows, packed: bool = False) -> dict[Group, GroupStats]:
+    """Statistics of complete groups from the columns of `SPEC`, and `tokens` if rows run common tokens once; `reward`
+    is the task reward, before any penalty. packed: whether rows are packed."""
     members: dict[Group, list[int]] = {}
     for i, sample in enumerate(rows.ids):
         members.setdefault(sample[:2], []).append(i)
-    stats = {}
+    shared = "tokens" in rows.columns
+    stats, sizes, firsts = {}, row_sizes(rows, packed, shared), first_paths(rows) if shared else ()
     for group, mine in members.items():
         reward, broken = rows["reward"][mine].double(), not bool(rows["graded"][mine].all())
         empty = "valid" in rows.columns and not bool(rows["valid"][mine].any())
@@ -94,10 +96,10 @@ def group_stats(rows: Rows) -> dict[Group, GroupStats]:
             broken,
             signal=bool(reward.min() < reward.max()) and not broken and not empty,
             reward=float(reward.mean()),
-            lengths=tuple(rows["length"][in_order].tolist()),
+            lengths=tuple(sizes[i] for i in in_order),
             errors=int(rows["grader_error"][mine].sum()),
             empty=empty,
-            common=common_tokens([rows["tokens"].row(i).numpy() for i in in_order]) if "tokens" in rows.columns else (),
+            common=common_tokens([firsts[i] for i in in_order]) if shared else (),
         )
     return stats
 

@@ -25,6 +25,7 @@ def specs(algorithm: Algorithm) -> list[StageSpec]:
         StageSpec(
             name,
             reads=("tokens", "loss_mask"),
+            if_written=("paths",),
             writes=(ColumnSpec(name, torch.float32, "token", ragged=True),),
             resource="trainer",
             flags=flags,

@@ -56,7 +56,8 @@ class ResponseValidator:
             f"a response of {{}} tokens is longer than --rl-max-response-length {self.max_response}; "
             f"end it there, with finish 1 ({FINISH[1]!r})"
         )
-        yield every, response > self.max_response, text, response
+        limited = self.kind.response_lengths(rows)
+        yield every, limited > self.max_response, text, limited
 
     def _tokens(self, rows: Rows) -> Checks:
         total, prompt, (before, kept) = rows["tokens"].lengths, rows["prompt"], self.kind.prompt_lengths(rows)

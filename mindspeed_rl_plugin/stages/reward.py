@@ -77,7 +77,7 @@ def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[Grad
     conversation and the environment's reward are added."""
     conversations, rewards = ([None] * len(rows),) * 2
     if "conversation" in rows.columns:
-        conversations = unpack_json(rows["conversation"])
+        conversations = map(_last_path, unpack_json(rows["conversation"]))
         rewards = [float(row.sum()) for row in rows["turn_reward"].rows()]
     texts, meta = map(decode, _last_turns(rows)), unpack_json(rows["meta"])
     parts = zip(rows.ids, texts, meta, conversations, rewards, strict=True)
@@ -85,6 +85,12 @@ def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[Grad
         GradeItem(m["text"], text, m["answer"], m["record"], sample, m.get("messages"), conversation, reward)
         for sample, text, m, conversation, reward in parts
     ]
+
+
+def _last_path(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages of the path on which an episode that forks has ended; of other episodes all."""
+    last = conversation[-1].get("path")
+    return [message for message in conversation if message.get("path") == last]
 
 
 def _last_turns(rows: Rows) -> list[list[int]]:

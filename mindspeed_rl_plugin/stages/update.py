@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # they import Megatron, which the stage table must not need
 GRAD_NORM = 5  # index in what Megatron's train_step returns, the same in 0.12.1, 0.16.1 and 0.19
 OPTIMIZER, SCHEDULER, MODEL_CONFIG = 3, 4, 5  # indices of its arguments; `step.run` makes arguments 0 and 1
 # Columns for every pipeline stage: inputs of the model, and which rows count.
-FEEDS = ("tokens", "loss_mask", "valid", "multiplicity", "routes", "segments")
+FEEDS = ("tokens", "loss_mask", "valid", "multiplicity", "routes", "segments", "paths")
 Stepped = tuple[tuple, dict[str, float]]  # result of Megatron's step, and metrics by the names of `monitor.names`
 
 
@@ -28,7 +28,7 @@ def spec(algorithm: Algorithm) -> StageSpec:
     if algorithm.from_pairs:
         return StageSpec("update", ("tokens", "loss_mask", "reference"), (), resource="trainer", build=build)
     reads = ("tokens", "loss_mask", "logp_rollout", advantages.column_name(algorithm), "valid", "version")
-    if_written = ("logp_old", "values", "returns", "multiplicity", "logp_ref")
+    if_written = ("logp_old", "values", "returns", "multiplicity", "logp_ref", "paths")
     return StageSpec("update", reads, (), resource="trainer", if_written=if_written, build=build)
 
 

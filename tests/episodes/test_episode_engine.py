@@ -39,7 +39,7 @@ def test_each_prompt_is_the_one_before_with_what_was_sampled_and_seen() -> None:
     engine = over(world)
     requests = requests_of(4)
     for request, completion in zip(requests, generate(engine, requests, deadline=5), strict=True):
-        asked = [r for r in engine._engine.seen if r.id == request.id]
+        asked = [r for r in engine._engine.seen if r.id.sample == request.id]
         turns, row = completion.turns, whole(completion)
         assert len(asked) == len(turns) <= 2 and request.id == completion.id
         for part, (first, end) in zip(asked, turns, strict=True):
@@ -65,7 +65,7 @@ def test_routes_are_those_of_the_pass_that_first_read_a_token() -> None:
 
         def _take(self, sample: SampleId, finish: str) -> Completion:
             request = self.queue[sample][0]
-            turn, mine = super()._take(sample, finish), passes.setdefault(sample, [])
+            turn, mine = super()._take(sample, finish), passes.setdefault(sample.sample, [])
             if not turn.tokens:
                 return turn
             mine.append(len(request.prompt_tokens) + len(turn.tokens))
@@ -144,20 +144,6 @@ def test_an_environment_that_begins_makes_the_prompt_longer() -> None:
         assert completion.prompt == tuple(map(ord, "p123456789")), "longer than an observation may be"
 
 
-def test_tokens_of_an_environment_that_renders_itself_must_extend_what_is_held() -> None:
-    def renders(episode: SampleId, turn: Turn, number: int) -> Reply:
-        held = (*PROMPT, *turn.tokens)
-        return Reply(episode, prompt=(*held, 50, 51) if number == 1 else (*held[:4], 0, 0))
-
-    world = World(renders)
-    engine = over(world, longest=200)
-    with pytest.raises(EpisodeError, match="no extension .* differ at token"):
-        generate(engine, requests_of(1, members=1, most=1000), deadline=5)
-    assert world.turns.keys() == {SampleId(0, 0, 0)}
-    first, second = (request.prompt_tokens for request in engine._engine.seen)
-    assert first == PROMPT and second == (*PROMPT, *world.named("act")[0][2].tokens, 50, 51)
-
-
 @pytest.mark.parametrize("rule", ["stop", "zero", "drop"])
 def test_a_failed_environment(rule: str, capsys) -> None:
     def fails(episode: SampleId, turn: Turn, number: int) -> Reply:
@@ -221,7 +207,7 @@ def test_in_lockstep_turns_are_submitted_together_in_the_order_of_ids() -> None:
     world.poll = poll
     generate(engine, requests_of(5, most=400), deadline=5)
     assert waits and min(waits) > 0, "the engine waits for the slowest one, and does not ask again and again"
-    seconds = [r.id for r in engine._engine.seen if len(r.prompt_tokens) > len(PROMPT)]
+    seconds = [r.id.sample for r in engine._engine.seen if len(r.prompt_tokens) > len(PROMPT)]
     assert seconds == sorted(seconds) and len(seconds) == 10
     order = [len(r.prompt_tokens) > len(PROMPT) for r in engine._engine.seen]
     assert order == sorted(order)

@@ -39,7 +39,7 @@ def test_back_to_rows_is_the_inverse(lengths, multiple, fixed):
     shape = ForwardSettings(len(lengths), seq_length=12, vocab_size=99, multiple=multiple, fixed_length=fixed)
     batch = collate(rows_of(lengths, x=values), shape, columns=["x"])
     assert batch.tokens.shape[1] == (12 if fixed else -(-max(lengths) // multiple) * multiple)
-    back = to_rows(batch.columns["x"], batch.lengths)
+    back = to_rows(batch.columns["x"], batch)
     assert torch.equal(back.values, values.values) and torch.equal(back.offsets, values.offsets)
     # Without a mask every token but the first is trained.
     assert batch.mask.sum(-1).tolist() == [n - 1 for n in lengths]
@@ -105,7 +105,7 @@ def test_packed_rows_stand_behind_each_other_and_come_back(lengths, multiple):
     total = sum(lengths)
     assert batch.tokens.shape == (1, -(-total // multiple) * multiple)
     assert torch.equal(batch.tokens[0, :total], rows["tokens"].values.long())
-    back = to_rows(batch.columns["x"], batch.lengths, packed=True)
+    back = to_rows(batch.columns["x"], batch)
     assert torch.equal(back.values, values.values) and torch.equal(back.offsets, values.offsets)
     # As rows of their own: labels, trained positions, places, boundaries.
     alone = [collate(rows.take([i]), ForwardSettings(1, 12, 99)) for i in range(len(lengths))]

@@ -19,6 +19,7 @@ from pool_parts import alive
 from test_trl_loop import Scripted, sampled
 
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import generate, response_request
@@ -101,11 +102,14 @@ def test_a_function_that_is_no_coroutine_and_its_limits(monkeypatch):
     assert told(one).rewards == told(two).rewards == [5.0], "the text behind the stop is not the agent's"
 
 
-def test_a_history_that_differs_is_refused_with_the_place(agent, tmp_path):
-    made = agent("edits", out=str(tmp_path / "said"))
-    said = (tmp_path / "said").read_text()
-    assert "message 1 (assistant) has another content" in said and "message 0 (user) has another content" in said
-    assert "the last message is the assistant's" in said and len(made.turns) == 1
+def test_a_history_that_differs_is_a_path_of_its_own(agent, tmp_path):
+    made = agent("edits", LAST * 3, out=str(tmp_path / "said"))
+    assert "the last message is the assistant's" in (tmp_path / "said").read_text()
+    counts, starts = told(made).counts, made.columns["paths"].row(0).tolist()
+    assert (counts["roots"], counts["forks"], counts["differ_content"]) == (3, 0, 2) and len(starts) == 3
+    assert len(made.turns) == 3 and sum(made.mask) == 3 * len(LAST[0])
+    assert [m["role"][0] for m in told(made).conversation if m["path"] == 1] == ["u", "a", "u", "a"]
+    assert [("turn" in m) for m in told(made).conversation if m["path"] == 1] == [False, False, False, True]
 
 
 NO_CALL = "400 message 0 has a tool call that is no"
@@ -139,11 +143,11 @@ def test_requests_that_would_be_wrong_are_refused_and_the_rest_is_answered(agent
     requests.append(({}, {"tool_choice": "required", "temperature": 1, "user": "me", "top_p": None, "seed": 3}))
     requests.append(({}, {f"field {number}": 0 for number in range(300)}))
     out = tmp_path / "said"
-    made = agent("asks_for", requests=requests, out=str(out))
+    made = agent("asks_for", LAST * 2, requests=requests, out=str(out))
     *refused, last, _ = out.read_text().splitlines()
     expected = [text for _, text in REFUSED] + ["401 this key opens no conversation"] * 2
     assert [line[: len(text)] for line, text in zip(refused, expected, strict=True)] == expected
-    assert last == "200 ok" and told(made).rewards == [1.0]
+    assert last == "200 ok" and told(made).rewards == [0.0, 1.0]
     said = capsys.readouterr().out
     assert "'tool_choice' of agents' requests, \"required\", counts as" in said
     assert said.count("of agents' requests") <= 101 and said.count("there are no further lines about it") == 1
@@ -174,7 +178,7 @@ def test_an_answer_that_reached_nobody_is_not_trained(agent, stays):
     turn = sampled("qwen2_5", "Hello", 2)
     row = agent("goes_away", [turn, turn], engine=Slow, stays=stays)
     assert row.tokens == tuple(turn) and row.turns == ((0, len(turn)),) and told(row).rewards == [1.0]
-    assert [m["role"] for m in told(row).conversation] == ["user", "assistant", "user"]
+    assert [m["role"] for m in told(row).conversation] == ["user", "assistant"]
 
 
 def test_an_agent_that_heard_no_turn_has_no_row(agent):
@@ -186,24 +190,16 @@ def test_a_turn_that_is_not_sampled_yet_takes_no_heard_turn_back():
     async def ask():
         conversation, request = Conversation(0, lambda _: None), TurnRequest(({"role": "user", "content": ""},))
         first = await conversation.ask(request, b"1", False)
-        conversation.speak("one", (), (1, 1, False))
+        conversation.speak(0, "one", (), (1, 1, False))
         heard = [conversation.heard]
         first.heard = True
         held = ({"role": "assistant", "content": "one"}, {"role": "user", "content": ""})
         await conversation.ask(TurnRequest((*request.messages, *held)), b"2", False)
         heard.append(conversation.heard)
-        conversation.speak("two", (), (1, 1, False))
+        conversation.speak(1, "two", (), (1, 1, False))
         return [*heard, conversation.heard]
 
-    assert asyncio.run(ask()) == [0, 1, 1]
-
-
-def test_all_ranks_know_the_limits_of_a_turn_that_gets_no_answer(monkeypatch):
-    plans = []
-    monkeypatch.setattr(Peers, "share", lambda _, plan: plans.append(plan) or plan)
-    made = setup(f"{AGENTS}:waits", environment_on_error="zero")
-    run(dataclasses.replace(made, prompt=1), LAST)
-    assert [limits.most for plan in plans for _, limits in plan.limits] == [7]
+    assert asyncio.run(ask()) == [[], [0], [0]]
 
 
 def test_messages_that_the_template_cannot_write_fail_one_episode(monkeypatch, capsys):
@@ -213,13 +209,11 @@ def test_messages_that_the_template_cannot_write_fail_one_episode(monkeypatch, c
     monkeypatch.setattr(ChatFormat, "written", written)
     (made,) = run(setup(f"{AGENTS}:waits", environment_on_error="zero"), LAST)
     assert made.columns["environment_failed"].item() == 1
-    assert (
-        "it sent messages that cannot become tokens: the chat template raised TypeError: no" in capsys.readouterr().out
-    )
+    assert "these messages cannot become tokens: the chat template raised TypeError: no" in capsys.readouterr().out
 
 
 def test_stop_texts_that_would_not_be_found_are_refused():
-    body, config = {"messages": [{"role": "user", "content": ""}], "stop": "x"}, RLConfig()
+    body, config = {"messages": [{"role": "user", "content": ""}], "stop": "x"}, RLConfig(algorithm=AlgorithmConfig("grpo"))
     schedule = dataclasses.replace(config.schedule, schedule="streamed", carry_unfinished=True)
     agent = dataclasses.replace(config.episodes, agent="true")
     split = EpisodeSetup.of(dataclasses.replace(config, episodes=agent, schedule=schedule), "").no_stops
@@ -231,7 +225,7 @@ def test_stop_texts_that_would_not_be_found_are_refused():
 def test_the_files_of_a_command_have_absolute_paths_and_links_stay(tmp_path, monkeypatch):
     (tmp_path / "python").symlink_to(sys.executable)  # by a link Python finds a virtual environment
     monkeypatch.chdir(tmp_path)
-    config, script = RLConfig(), "x" * 5000  # longer than a file's name may be
+    config, script = RLConfig(algorithm=AlgorithmConfig("grpo")), "x" * 5000  # longer than a file's name may be
     agent = dataclasses.replace(config.episodes, agent=f"./python -c {script}")
     made = EpisodeSetup.of(dataclasses.replace(config, episodes=agent), "")
     assert made.flags.agent == f"{tmp_path}/python -c {script}"
