@@ -17,12 +17,12 @@ from mindspeed_rl_plugin.config.episode_flags import FUNCTION, OPENENV, VERIFIER
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.environment import name_to_users
+from mindspeed_rl_plugin.episodes.agent_lead import AgentLead, ForkLimits
 from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
 from mindspeed_rl_plugin.episodes.chat import AgentFormats, RawFormat, make_format
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.environments import Environments, EpisodeError
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
-from mindspeed_rl_plugin.episodes.agent_lead import AgentLead, ForkLimits
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
 from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
@@ -78,7 +78,14 @@ class EpisodeSetup:
     def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
         """From the result of `dataclasses.asdict`, which may have been sent as JSON."""
         flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
-        return cls(**{**fields, "flags": EpisodeConfig(**flags), "sampling": tuple(fields["sampling"]), "forks": ForkLimits(**fields["forks"])})
+        return cls(
+            **{
+                **fields,
+                "flags": EpisodeConfig(**flags),
+                "sampling": tuple(fields["sampling"]),
+                "forks": ForkLimits(**fields["forks"]),
+            }
+        )
 
     def environments(self) -> Environments:
         """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""
@@ -164,9 +171,7 @@ def _forks(config: RLConfig) -> ForkLimits:
     elif forward.max_tokens_per_microbatch is None:
         refused = "a micro-batch has a fixed number of rows of one conversation each: start the job with "
         refused += "--rl-max-tokens-per-microbatch"
-    return ForkLimits(
-        refused, forward.max_tokens_per_microbatch, forward.pack_sequences, forward.share_prompts
-    )
+    return ForkLimits(refused, forward.max_tokens_per_microbatch, forward.pack_sequences, forward.share_prompts)
 
 
 def _agent(agent: str) -> str:

@@ -213,7 +213,10 @@ def test_messages_that_the_template_cannot_write_fail_one_episode(monkeypatch, c
 
 
 def test_stop_texts_that_would_not_be_found_are_refused():
-    body, config = {"messages": [{"role": "user", "content": ""}], "stop": "x"}, RLConfig(algorithm=AlgorithmConfig("grpo"))
+    body, config = (
+        {"messages": [{"role": "user", "content": ""}], "stop": "x"},
+        RLConfig(algorithm=AlgorithmConfig("grpo")),
+    )
     schedule = dataclasses.replace(config.schedule, schedule="streamed", carry_unfinished=True)
     agent = dataclasses.replace(config.episodes, agent="true")
     split = EpisodeSetup.of(dataclasses.replace(config, episodes=agent, schedule=schedule), "").no_stops

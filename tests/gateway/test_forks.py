@@ -1,0 +1,290 @@
+"""Episodes whose requests fork, without processes: what is trained is what was sampled, once."""
+
+import asyncio
+import dataclasses
+import random
+
+import msgspec
+import pytest
+import torch
+from engine_parts import FIELDS, Engine, told
+from families import make_tokenizer, template
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_rl_plugin.dock.peers import Peers
+from mindspeed_rl_plugin.engine.rollout_engine import response_request
+from mindspeed_rl_plugin.episodes.agent_lead import AgentLead, ForkLimits
+from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
+from mindspeed_rl_plugin.episodes.chat import AgentFormats, make_format
+from mindspeed_rl_plugin.episodes.environments import Reply
+from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
+from mindspeed_rl_plugin.episodes.lead import EpisodeLimits
+from mindspeed_rl_plugin.episodes.rollout_bridge import RolloutReport
+from mindspeed_rl_plugin.forward.fragments import row_sizes
+from mindspeed_rl_plugin.gateway.agent_messages import RefusedRequest, TurnRequest
+from mindspeed_rl_plugin.gateway.conversation import Conversation
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, Sampling
+
+TOKENIZER = make_tokenizer("qwen2_5", template("qwen2_5"))
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+SAMPLE = SampleId(0, 0, 0)
+LIMITS, FREE = EpisodeLimits(turns=64, observation=64, prompt=256), ForkLimits()
+
+
+class Sampler(Engine):
+    """Samples letters by seed and place, and the end of a turn."""
+
+    def _take(self, sample, finish):
+        done = super()._take(sample, finish)
+        letters = [TOKENIZER.encode(chr(97 + token % 26))[0] for token in done.tokens]
+        tokens = tuple(END if token == 99 else letter for token, letter in zip(done.tokens, letters, strict=True))
+        logps = tuple(-(sample.call + 1 + n / 1000) for n in range(len(tokens)))  # they name the turn
+        return dataclasses.replace(done, tokens=tokens, logps=logps)
+
+
+class Here(AgentEnvironments):
+    """The conversation of one agent, in this process."""
+
+    pending = False
+
+    def __init__(self):
+        self.replies = []
+        self.conversation = Conversation(0, self._report)
+
+    def _report(self, report):
+        report = msgspec.convert(msgspec.to_builtins(report), RolloutReport)
+        given = {"reward": report.reward, "done": report.done, "heard": report.heard, "failure": report.failure}
+        self.replies.append(Reply(SAMPLE, request=report.request, seconds=report.seconds, **given))
+
+    def begin(self, *_): ...
+
+    def end(self, *_): ...
+
+    def _answer(self, episode, turns, call, *arguments):
+        {"act": Conversation.speak, "refuse": Conversation.refuse, "counted": Conversation.counted}[call](
+            self.conversation, *arguments
+        )
+
+    def poll(self, seconds):
+        replies, self.replies = self.replies, []
+        return replies
+
+
+class Episode:
+    """An episode that a test plays."""
+
+    def __init__(self, forks=FREE, limits=LIMITS, most=400):
+        self.here, self.engine = Here(), Sampler()
+        formats = AgentFormats(TOKENIZER, lambda: lambda text: ())
+        lead = AgentLead(limits, make_format(TOKENIZER, "chat", ()), formats, self.here, forks)
+        self.over = EpisodeEngine(self.engine, 12, True, lead, Peers(), agents=True)
+        self.request = response_request(Sampling(most), 3, SAMPLE, (1, 2, 3), fields=FIELDS)
+        self.over.submit([self.request])
+        self.sampled, self.done, self.bodies = {}, [], 0
+
+    async def ask(self, messages, steps=300, heard=True, cut=None, **more):
+        """The turns of a request. cut: steps after which the episode is interrupted."""
+        self.bodies += 1
+        call = await self.here.conversation.ask(TurnRequest(tuple(messages), **more), str(self.bodies).encode(), False)
+        for step in range(steps):
+            if call.turns.done():
+                break
+            if step == cut:
+                self.over.abort()
+                self.engine.version += 1
+                self.over.submit([self.request])
+            self.done += self.over.step_along(1)
+        call.heard = heard
+        return call.turns.result()
+
+    def ends(self, reward=1.0):
+        conversation = self.here.conversation
+        conversation.tell(done=True, reward=reward, heard=conversation.heard)
+        while not self.done:
+            self.done += self.over.step_along(1)
+        return self.done[0]
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+def paths_of(row):
+    """[(tokens, mask, logps)] of a row's paths."""
+    tokens, zeros = (*row.prompt, *row.tokens), [0] * len(row.prompt)
+    columns = tokens, [*zeros, *row.mask.tolist()], [*zeros, *row.logps]
+    starts = row.columns["paths"].row(0).tolist()
+    return [[column[a:b] for column in columns] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)]
+
+
+def version_of(segments, place):
+    return [version for first, version in segments if first <= place][-1]
+
+
+def check(episode, row, heard):
+    """Turns that reached the agent (heard: their numbers) are trained once each, in a path that begins with the ids
+    that the engine was given and sampled, and with the version that sampled them; no other token is."""
+    seen, trained = {request.id.call: request for request in episode.engine.seen}, []
+    starts = row.columns["paths"].row(0).tolist()
+    for (tokens, mask, logps), start in zip(paths_of(row), starts, strict=True):
+        assert not mask[0] and all(m or not logp for m, logp in zip(mask, logps, strict=True))
+        at = 0
+        while at < len(mask):
+            if mask[at]:
+                trained.append(call := int(-logps[at]) - 1)
+                turn = episode.sampled[call].tokens
+                place = max(start + at - len(row.prompt), 0)
+                for n in range(len(turn)):
+                    assert version_of(row.segments, place + n) == version_of(episode.sampled[call].segments, n)
+                assert tokens[: at + len(turn)] == (*seen[call].prompt_tokens, *turn), call
+                assert logps[at : at + len(turn)] == [-(call + 1 + n / 1000) for n in range(len(turn))]
+                assert all(mask[at : at + len(turn)])
+                at += len(turn) - 1
+            at += 1
+    assert sorted(trained) == sorted(heard)
+    spans = [[n + len(row.prompt) for n in span] for span in row.turns]
+    assert row.columns["turns"].row(0).tolist() == spans and len(spans) == len(heard)
+
+
+def noting(episode):
+    spoke = episode.engine._take
+
+    def take(sample, finish):
+        done = spoke(sample, finish)
+        if finish != "abort":
+            episode.sampled[sample.call] = done
+        return done
+
+    episode.engine._take = take
+    return episode
+
+
+EDITS = [
+    *["continue"] * 3,
+    *["sibling", "edit", "drop", "system", "strip"],
+    *["twice", "unheard", "untrained", "pause"],
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(edits=st.lists(st.sampled_from(EDITS), min_size=1, max_size=9), seed=st.integers(0, 99))
+def test_histories_that_agents_edit_train_what_was_sampled_once(edits, seed):
+    chance, episode, heard, number = random.Random(seed), noting(Episode()), [], 0
+
+    async def play():
+        nonlocal number
+        histories = [[said("user", "Hi")]]
+        for edit in ["continue", *edits]:
+            history = list(histories[-1] if edit != "sibling" else chance.choice(histories))
+            spoken = [i for i, m in enumerate(history) if m["role"] == "assistant"]
+            if edit == "edit" and spoken:
+                at = chance.choice(spoken)
+                history[at] = {**history[at], "content": history[at]["content"] + " edited"}
+            elif edit == "drop" and len(history) > 2:
+                del history[chance.randrange(len(history) - 1)]
+            elif edit == "system":
+                history = [said("system", f"Be {number}."), *history]
+            elif edit == "strip":
+                history = [{**m, "content": f"  {m['content']}\n"} for m in history]
+            n = 3 if edit == "twice" else 1
+            kept, trained = edit != "unheard", edit != "untrained"
+            turns = await episode.ask(
+                history, heard=kept, n=n, trained=trained, cut=chance.randint(0, 3) if edit == "pause" else None
+            )
+            heard.extend(range(number, number + n) if kept and trained else ())
+            number += n
+            if kept:
+                turn = chance.choice(turns).message
+                histories.append([*history, turn, said(chance.choice(["user", "tool"]), f"and {number}")])
+        return episode.ends()
+
+    row = asyncio.run(play())
+    check(episode, row, heard)
+    assert sum(told(row).rewards) == 1.0 and told(row).rewards[-1] == 1.0
+
+
+def test_requests_at_once_are_paths_and_end_in_the_order_of_their_turns():
+    episode = noting(Episode())
+
+    async def play():
+        opening = [said("user", "Hi")]
+        (turn,) = await episode.ask(opening)
+        asked = [[*opening, turn.message, said("user", text)] for text in ("one", "two", "three")]
+        answers = await asyncio.gather(*(episode.ask(messages) for messages in asked))
+        assert len({answer.mark for (answer,) in answers}) == 3
+        return episode.ends()
+
+    row = asyncio.run(play())
+    check(episode, row, range(4))
+    assert len(paths_of(row)) == 3 and told(row).counts["forks"] == 2 and told(row).counts["roots"] == 1
+    seeds = {request.id.call: request.seed for request in episode.engine.seen}
+    assert len({*seeds.values()}) == 4
+
+
+def refused(episode, *requests):
+    """The errors of requests, None for those that get turns."""
+
+    async def play():
+        errors = []
+        for messages, more in requests:
+            try:
+                await episode.ask(messages, **more)
+                errors.append(None)
+            except RefusedRequest as error:
+                errors.append((error.code, str(error)))
+        return errors, episode.ends()
+
+    return asyncio.run(play())
+
+
+HI, OTHER = [said("user", "Hi")], [said("user", "Other")]
+
+
+def test_forks_that_a_job_cannot_train_are_refused_and_the_episode_goes_on():
+    episode = noting(Episode(ForkLimits("needs one conversation")))
+    untrained = (OTHER, {"trained": False})
+    errors, row = refused(episode, untrained, (HI, {}), (OTHER, {}), untrained, (HI, {"n": 2}))
+    assert [error and error[0] for error in errors] == [None, None, "history_differs", None, "history_differs"]
+    assert "needs one conversation" in errors[2][1] and "message 0 (user) has another content" in errors[2][1]
+    check(episode, row, [1])
+    assert row.finish == "stop"
+
+
+def test_limits_are_the_clients_errors_and_the_rows_finish():
+    long = [said("user", "word " * 300)]
+    errors, row = refused(
+        noting(Episode(limits=dataclasses.replace(LIMITS, turns=2))), (long, {}), (HI, {}), (HI, {}), (HI, {})
+    )
+    codes = [error and error[0] for error in errors]
+    assert codes == ["context_length_exceeded", None, None, "context_length_exceeded"] and row.finish == "turns"
+    assert "--rl-max-prompt-length 256" in errors[0][1] and "--rl-max-turns 2" in errors[3][1]
+
+
+@pytest.mark.parametrize("packed, shared", [(False, False), (True, False), (True, True)])
+def test_a_row_that_forks_keeps_to_the_tokens_of_a_micro_batch(packed, shared):
+    prompt = len(make_format(TOKENIZER, "chat", ()).written(HI))
+    limit = 3 * (prompt + 12)
+    episode = noting(Episode(ForkLimits("", limit, packed, shared), most=12))
+    errors, row = refused(episode, *[(HI, {})] * 60)
+    assert errors[:3] == [None] * 3 and len(paths_of(row)) == errors.count(None) >= (12 if shared else 3)
+    assert "--rl-max-tokens-per-microbatch" in errors[-1][1] and row.finish == "length"
+    rows = Rows((SAMPLE,), {"length": torch.tensor([len(row.prompt) + len(row.tokens)]), "paths": row.columns["paths"]})
+    rows = rows.with_columns(tokens=Ragged.from_rows([torch.tensor([*row.prompt, *row.tokens])]))
+    assert row_sizes(rows, packed, shared)[0] <= limit
+
+
+def test_the_tokens_of_a_prompt_are_counted_without_a_turn():
+    episode = noting(Episode())
+
+    async def play():
+        conversation = episode.here.conversation
+        counting = asyncio.create_task(conversation.count(TurnRequest(tuple(HI))))
+        while not counting.done():
+            await asyncio.sleep(0)
+            episode.over.step_along(1)
+        (turn,) = await episode.ask(HI)
+        return counting.result(), turn.prompt_tokens
+
+    counted, prompt = asyncio.run(play())
+    assert counted == prompt == len(episode.engine.seen[0].prompt_tokens) and len(episode.engine.seen) == 1
