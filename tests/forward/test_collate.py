@@ -1,13 +1,18 @@
 """Padding, the shift by one, and its inverse."""
 
 import argparse
+import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_rl_plugin.forward import router_replay
+from mindspeed_rl_plugin.forward.call import swapped
 from mindspeed_rl_plugin.forward.collate import collate, to_rows
+from mindspeed_rl_plugin.forward.fragments import row_sizes
 from mindspeed_rl_plugin.forward.settings import ForwardSettings
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 
@@ -119,6 +124,62 @@ def test_packed_rows_stand_behind_each_other_and_come_back(lengths, multiple):
     assert batch.sequence.tolist() == [i for i, n in enumerate(lengths) for _ in range(n - 1)]
     moved = batch.to("cpu")
     assert torch.equal(moved.segments, batch.segments)
+
+
+LAYOUTS = {
+    "padded": ForwardSettings(2, 64, 99, max_tokens=999),
+    "packed": ForwardSettings(2, 64, 99, max_tokens=999, packed=True),
+    "tree": ForwardSettings(2, 64, 99, max_tokens=999, packed=True, shared=True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_paths_run_as_rows_of_their_own_and_count_for_their_row(layout, lengths):
+    every = [n for of_row in lengths for n in of_row]
+    names, columns = ("loss_mask", "x"), ("tokens", "labels", "mask", "position_ids")
+    some = [torch.arange(n, dtype=torch.int32) + 10 * (i % 2) for i, n in enumerate(every)]
+    alone = rows_of(every)
+    alone = alone.with_columns(
+        tokens=Ragged.from_rows(some),
+        loss_mask=Ragged(torch.arange(sum(every)).remainder(3).gt(0).byte(), alone["tokens"].offsets),
+        x=Ragged(torch.rand(sum(every)), alone["tokens"].offsets),
+        routes=Ragged(torch.randint(4, (sum(every), 1, 1)), alone["tokens"].offsets),
+        segments=Ragged.from_rows([torch.tensor([[0, n % 2]]) for n in every]),
+    )
+    offsets = torch.tensor([0, *[sum(of_row) for of_row in lengths]]).cumsum(0)
+    starts = [torch.tensor([0, *of_row[:-1]]).cumsum(0) for of_row in lengths]
+    parts = [
+        [[at, n % 2] for at, n in zip(s.tolist(), of_row, strict=True)]
+        for s, of_row in zip(starts, lengths, strict=True)
+    ]
+    rows = Rows(
+        tuple(SampleId(0, 0, i) for i in range(len(lengths))),
+        {name: Ragged(alone[name].values, offsets) for name in ("tokens", "routes", *names)}
+        | {"paths": Ragged.from_rows(starts), "segments": Ragged.from_rows([torch.tensor(p) for p in parts])},
+    )
+    shape = dataclasses.replace(LAYOUTS[layout], routed=(1,), experts=4)
+    with swapped(vars(router_replay), weights_version=[1]):
+        batch, expected = (collate(given, shape, columns=["x"]) for given in (rows, alone))
+    for name in columns:
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
+    for name in ("ids", "part"):
+        assert torch.equal(getattr(batch.routes, name), getattr(expected.routes, name)), name
+    assert torch.equal(batch.columns["x"], expected.columns["x"])
+    assert torch.equal(batch.branches.queries, expected.branches.queries)
+    assert (batch.tree is None) == (expected.tree is None)
+    whose = torch.arange(len(lengths)).repeat_interleave(torch.tensor([len(of_row) for of_row in lengths]))
+    assert torch.equal(batch.sequence, whose[expected.sequence])
+    back, by_path = to_rows(batch.columns["x"], batch), to_rows(expected.columns["x"], expected)
+    assert torch.equal(back.values, by_path.values) and torch.equal(back.offsets, offsets)
+    tokens = rows["tokens"].values.tolist()
+    sizes = row_sizes(rows, shape.packed, shape.shared)
+    bounds = [[*(o + s).tolist(), e] for o, e, s in zip(offsets, offsets[1:].tolist(), starts, strict=False)]
+    of_rows = [[tokens[a:b] for a, b in pairwise(of_row)] for of_row in bounds]
+    padded = [max(map(len, paths)) * len(paths) for paths in of_rows]
+    distinct = [len({tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}) for paths in of_rows]
+    assert sizes == {"padded": padded, "packed": offsets.diff().tolist(), "tree": distinct}[layout]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,24 @@ async def talks(row, base_url, api_key):
     return sum(map(ord, said)) % 5 / 4
 
 
+async def forks(row, base_url, api_key):
+    """Two turns behind one at the same time, an edited history, two draws, and a title that is not trained."""
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
+
+    async def ask(messages, model="policy", n=1):
+        answers = await client.chat.completions.create(model=model, messages=messages, n=n)
+        return [choice.message.content for choice in answers.choices]
+
+    opening = [{"role": "user", "content": row["prompt"]}]
+    (first,) = await ask(opening)
+    behind = [*opening, {"role": "assistant", "content": first}]
+    asked = [[*behind, {"role": "user", "content": text}] for text in "ab"]
+    await asyncio.gather(*map(ask, asked), ask(opening, "policy-untrained"))
+    await ask([*opening, {"role": "assistant", "content": "!"}, {"role": "user", "content": "c"}], n=2)
+    (last,) = await ask([*behind, {"role": "user", "content": "d"}])
+    return sum(map(ord, first + last)) % 5 / 4
+
+
 async def plays_streaming(row, base_url, api_key):
     """The same; answers come as events, and go back in other words: parts, and arguments without spaces."""
     client, messages = of(base_url, api_key), [{"role": "user", "content": [{"type": "text", "text": row["prompt"]}]}]

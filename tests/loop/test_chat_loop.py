@@ -74,6 +74,28 @@ def test_agents(chat, nothing_left, schedule) -> None:
     nothing_left()
 
 
+LAYOUTS = {
+    "padded": ("sync", ()),
+    "packed": ("streamed, interrupted", ("--rl-pack-sequences",)),
+    "trees": ("async", ("--rl-pack-sequences", "--rl-share-prompts")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_agents_that_fork(chat, nothing_left, layout) -> None:
+    """Each token of each path has the log-prob with which the engine sampled it."""
+    schedule, flags = LAYOUTS[layout]
+    agent = (AGENT[0], AGENT[1].replace("talks", "forks"), *AGENT[2:], "--rl-max-turns", "9")
+    flags = (*flags, "--rl-max-tokens-per-microbatch", "1600")
+    lines, conversations = chat(*agent, *SCHEDULES[schedule], *flags, rows=PROMPTS, lags=schedule != "sync")
+    # "first" and its continuation, another, "d"; the edited one twice
+    assert all(
+        (line["episode/roots"], line["episode/forks"], line["episode/turns_mean"]) == (2, 3, 6) for line in lines
+    )
+    assert all({m["path"] for m in c} == {0, 1, 2, 3, 4} for c in conversations)
+    nothing_left()
+
+
 def test_over_verifiers(chat, apart, tmp_path, monkeypatch, nothing_left) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EPISODES / "verifiers_environments"))
     python, out = apart(VERIFIERS), tmp_path / "tasks.jsonl"
