@@ -127,6 +127,7 @@ def check(episode, row, heard):
     that the engine was given and sampled, and with the version that sampled them; no other token is."""
     seen, trained = {request.id.call: request for request in episode.engine.seen}, []
     starts = row.columns["paths"].row(0).tolist()
+    assert {max(start - len(row.prompt), 0) for start in starts} <= {first for first, _ in row.segments}
     for (tokens, mask, logps), start in zip(paths_of(row), starts, strict=True):
         assert not mask[0] and all(m or not logp for m, logp in zip(mask, logps, strict=True))
         at = 0
@@ -167,7 +168,7 @@ EDITS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(edits=st.lists(st.sampled_from(EDITS), min_size=1, max_size=9), seed=st.integers(0, 99))
 def test_histories_that_agents_edit_train_what_was_sampled_once(edits, seed):
     chance, episode, heard, number = random.Random(seed), noting(Episode()), [], 0
@@ -222,17 +223,19 @@ def test_requests_at_once_are_paths_and_end_in_the_order_of_their_turns():
     assert len({*seeds.values()}) == 4
 
 
-def refused(episode, *requests):
+def refused(episode, *requests, at_once=1):
     """The errors of requests, None for those that get turns."""
+
+    async def ask(messages, more):
+        try:
+            await episode.ask(messages, **more)
+        except RefusedRequest as error:
+            return error.code, str(error)
 
     async def play():
         errors = []
-        for messages, more in requests:
-            try:
-                await episode.ask(messages, **more)
-                errors.append(None)
-            except RefusedRequest as error:
-                errors.append((error.code, str(error)))
+        for n in range(0, len(requests), at_once):
+            errors += await asyncio.gather(*(ask(*request) for request in requests[n : n + at_once]))
         return errors, episode.ends()
 
     return asyncio.run(play())
@@ -266,7 +269,7 @@ def test_a_row_that_forks_keeps_to_the_tokens_of_a_micro_batch(packed, shared):
     prompt = len(make_format(TOKENIZER, "chat", ()).written(HI))
     limit = 3 * (prompt + 12)
     episode = noting(Episode(ForkLimits("", limit, packed, shared), most=12))
-    errors, row = refused(episode, *[(HI, {})] * 60)
+    errors, row = refused(episode, *[(HI, {})] * 60, at_once=4)
     assert errors[:3] == [None] * 3 and len(paths_of(row)) == errors.count(None) >= (12 if shared else 3)
     assert "--rl-max-tokens-per-microbatch" in errors[-1][1] and row.finish == "length"
     rows = Rows((SAMPLE,), {"length": torch.tensor([len(row.prompt) + len(row.tokens)]), "paths": row.columns["paths"]})
@@ -288,3 +291,17 @@ def test_the_tokens_of_a_prompt_are_counted_without_a_turn():
 
     counted, prompt = asyncio.run(play())
     assert counted == prompt == len(episode.engine.seen[0].prompt_tokens) and len(episode.engine.seen) == 1
+
+
+def test_other_tools_are_another_conversation_and_what_comes_back_was_heard():
+    episode, tool = noting(Episode()), {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+    async def play():
+        (turn,) = await episode.ask(HI, heard=False, tools=(tool,))
+        await episode.ask([*HI, turn.message, said("user", "more")], tools=(tool,))
+        await episode.ask([*HI, turn.message, said("user", "more")])
+        return episode.ends()
+
+    row = asyncio.run(play())
+    check(episode, row, [0, 1, 2])
+    assert (told(row).counts["roots"], told(row).counts["differ_tools"], len(paths_of(row))) == (2, 1, 2)
