@@ -53,6 +53,12 @@ class EpisodeConfig:
         "ignore the temperature and other sampling fields of agents' requests; without it, requests that ask for other "
         "sampling than the job's get an error",
     )
+    agent_branches: str = _of_agents(
+        "all",
+        "what is trained of an agent's requests that fork: all: each token once; last: only the conversation on which "
+        "it ended, which favours what is seldom forked",
+        choices=("all", "last"),
+    )
     max_turns: int = _of_episodes(8, "largest number of turns of the model in one episode", unit="turns", least=1)
     max_turn_length: int | None = _of_episodes(
         None, "longest turn of the model (default: --rl-max-response-length)", unit="tokens", least=1

@@ -30,13 +30,21 @@ ENVIRONMENT_SECONDS = 1.0  # longest single wait of the first rank for environme
 class EpisodeEngine:
     """`Engine` on top of an engine that samples turns. longest: limit of a turn [tokens]; begins: whether a new episode
     waits for a reply of its environment; agents: whether replies come while the engine samples turns of the same
-    episode; lead: None except on the engine's first rank; peers: the engine's ranks."""
+    episode; last: whether only the last path of an episode is kept; lead: None except on the engine's first rank;
+    peers: the engine's ranks."""
 
     def __init__(
-        self, engine: Engine, longest: int, begins: bool, lead: Lead | None, peers: Peers, agents: bool = False
+        self,
+        engine: Engine,
+        longest: int,
+        begins: bool,
+        lead: Lead | None,
+        peers: Peers,
+        agents: bool = False,
+        last: bool = False,
     ) -> None:
         self._engine, self._longest, self._begins, self._lead, self._peers = engine, longest, begins, lead, peers
-        self._agents = agents
+        self._agents, self._last = agents, last
         self._live: dict[SampleId, EpisodeState] = {}
         self._sampling: set[TurnId] = set()  # turns that the engine samples
         self._cut: list[TurnId] = []  # interrupted turns of episodes that are not interrupted
@@ -155,6 +163,8 @@ class EpisodeEngine:
         for sample, _, unheard in plan.over:
             for call in sorted(unheard, reverse=True):
                 self._live[sample].unsay(call)
+            if self._last:
+                del self._live[sample].paths[:-1]
         if plan.due or plan.over or plan.answered > self._answered:
             self._progress, self._answered = time.monotonic(), plan.answered
         self._sample(plan.due)

@@ -161,7 +161,7 @@ class EpisodeSetup:
         elif environments is not None:
             environments.close()
         longest, begins = flags.longest_turn(self.response), bool(flags.environment or flags.agent)
-        return EpisodeEngine(engine, longest, begins, lead, peers, bool(flags.agent))
+        return EpisodeEngine(engine, longest, begins, lead, peers, bool(flags.agent), flags.agent_branches == "last")
 
 
 def _forks(config: RLConfig) -> ForkLimits:

@@ -57,6 +57,19 @@ _UNITS_AND_TEXTS = {
     "episode/special": ("observations", "observations with the text of a special token"),
     "episode/seconds": ("s", "mean time of tools and environment in an episode"),
     "episode/failed": ("episodes", "episodes whose environment failed (--rl-environment-on-error)"),
+    "episode/roots": ("conversations", "mean number of conversations of an agent that continue no other"),
+    "episode/forks": ("turns", "mean number of other turns of an agent that fork a conversation"),
+    **{
+        f"episode/differ_{field}": ("conversations", f"conversations that begin anew because the {what} differs")
+        for field, what in {
+            "role": "role of a message",
+            "content": "text of a message",
+            "reasoning": "reasoning of a turn",
+            "tool_calls": "tool calls of a turn",
+            "tool_call_id": "id of a tool's result",
+            "tools": "set of tools",
+        }.items()
+    },
     "tools/calls": ("calls", "mean tool calls in an episode"),
     "tools/malformed": ("calls", "calls that cannot be read"),
     "tools/unknown": ("calls", "calls of an unknown tool"),

@@ -74,11 +74,11 @@ class Here(AgentEnvironments):
 class Episode:
     """An episode that a test plays."""
 
-    def __init__(self, forks=FREE, limits=LIMITS, most=400):
+    def __init__(self, forks=FREE, limits=LIMITS, most=400, last=False):
         self.here, self.engine = Here(), Sampler()
         formats = AgentFormats(TOKENIZER, lambda: lambda text: ())
         lead = AgentLead(limits, make_format(TOKENIZER, "chat", ()), formats, self.here, forks)
-        self.over = EpisodeEngine(self.engine, 12, True, lead, Peers(), agents=True)
+        self.over = EpisodeEngine(self.engine, 12, True, lead, Peers(), agents=True, last=last)
         self.request = response_request(Sampling(most), 3, SAMPLE, (1, 2, 3), fields=FIELDS)
         self.over.submit([self.request])
         self.sampled, self.done, self.bodies = {}, [], 0
@@ -305,3 +305,19 @@ def test_other_tools_are_another_conversation_and_what_comes_back_was_heard():
     row = asyncio.run(play())
     check(episode, row, [0, 1, 2])
     assert (told(row).counts["roots"], told(row).counts["differ_tools"], len(paths_of(row))) == (2, 1, 2)
+
+
+def test_the_last_branch_has_all_turns_of_its_conversation():
+    episode = noting(Episode(last=True))
+
+    async def play():
+        (turn,) = await episode.ask(HI)
+        behind = [*HI, turn.message]
+        await episode.ask([*behind, said("user", "more")])
+        await episode.ask(OTHER)
+        await episode.ask([*behind, said("user", "else")])
+        return episode.ends()
+
+    row = asyncio.run(play())
+    check(episode, row, [0, 3])
+    assert told(row).rewards == [0.0, 1.0] and len(paths_of(row)) == 1

@@ -122,13 +122,18 @@ def _turns(
 ) -> list[list[Any]]:
     """Turns of the model and observations, together cut at `text_limit` characters.
 
-    Each entry is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment]. The seconds
+    Each entry is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment]; an entry
+    "path" says which branch of an agent's episode follows. The seconds
     of a reply are in the entry of its first message or, if the reply has no message, in the entry before; those of
     `reset` are in an entry "reset". The rewards are those that are trained: 0 if the environment failed.
     """
     rewards, room = iter(record["turn_reward"]), text_limit
     shown = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]
+    path = asked[-1].get("path", 0) if asked else 0
     for message in messages:
+        if message.get("path", path) != path:
+            path = message["path"]
+            shown.append([f"path {path}", "", None, None, None, None])
         if room <= 0:
             return [*shown, ["", f"[cut here, {len(messages)} messages in all]", None, None, None, None]]
         first, end = message.get("turn", (0, 0))
