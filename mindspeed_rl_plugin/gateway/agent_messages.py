@@ -1,8 +1,8 @@
 """Messages of agents in one canonical form, whatever API they come through, and their comparison with what is held.
 
 A canonical message has `role` ("system", "user", "assistant", "tool") and `content` (text), and maybe `reasoning`
-(text) and `tool_calls` (a list of {"id", "name", "arguments"}, arguments as a JSON object) of an assistant, or
-`tool_call_id` and `name` of a tool's result.
+(text), `tool_calls` (a list of {"id", "name", "arguments"}, arguments as a JSON object) and `mark` (that of the
+`SpokenTurn` that it was) of an assistant, or `tool_call_id` and `name` of a tool's result.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 CanonicalMessage = Mapping[str, Any]
 MAX_DEPTH = 64  # of JSON that agents send
+MAX_ANSWERS = 16  # to one request
 
 
 class RefusedRequest(Exception):
@@ -67,6 +68,8 @@ class TurnRequest:
     most: int | None = None  # longest turn that the agent wants [tokens]
     stop: tuple[str, ...] = ()  # texts that end the turn
     notes: tuple[str, ...] = ()  # what is ignored, one line each
+    n: int = 1  # answers, at most MAX_ANSWERS
+    trained: bool = True  # whether the answers are trained
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,12 @@ class SpokenTurn:
     finish: str  # "stop", "length" or "tool_calls"
     prompt_tokens: int
     completion_tokens: int
+    mark: str  # unique in the conversation, without "_"; it comes back in ids and signatures of some APIs
 
     @property
     def message(self) -> CanonicalMessage:
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        return {"role": "assistant", "content": self.content, "reasoning": self.reasoning, **calls}
+        return {"role": "assistant", "content": self.content, "reasoning": self.reasoning, "mark": self.mark, **calls}
 
 
 @dataclass

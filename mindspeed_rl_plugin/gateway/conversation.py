@@ -25,7 +25,7 @@ class PendingCall:
     """The last request for a turn."""
 
     digest: bytes  # of its body
-    turn: asyncio.Future[SpokenTurn]
+    turns: asyncio.Future[tuple[SpokenTurn, ...]]  # the answers
     heard: bool = False  # whether an answer was given to a client that was there to read it
 
 
@@ -51,7 +51,7 @@ class Conversation:
     def heard(self) -> int:
         """Turns of the model that have reached the agent: maybe not the last one."""
         last = self._call
-        return self.turns - (last is not None and last.turn.done() and not last.heard)
+        return self.turns - (last is not None and last.turns.done() and not last.heard)
 
     async def ask(self, request: TurnRequest, body: bytes, again: bool) -> PendingCall:
         """The call that a request begins, or joins, if a client sends its request again because the connection was lost
@@ -61,8 +61,10 @@ class Conversation:
             return last
         if self.over is not None:
             raise RefusedRequest(self.over, code="context_length_exceeded")
-        if last is not None and not last.turn.done():
+        if last is not None and not last.turns.done():
             raise RefusedRequest("another request of this conversation has no answer yet; wait for it", code="busy")
+        if request.n > 1 or not request.trained:
+            raise RefusedRequest("several answers, and answers that are not trained, are not supported yet", 501)
         asked: dict[str, Any] = {"most": request.most, "stop": request.stop}
         if self.turns:
             new = self._history.behind(request)
@@ -76,10 +78,14 @@ class Conversation:
         self.tell(**asked)
         return self._call
 
+    async def count(self, request: TurnRequest) -> int:
+        """The number of tokens of a request's prompt. Raises RefusedRequest."""
+        raise RefusedRequest("the tokens of a prompt are not counted yet", 501)
+
     def speak(self, text: str, calls: Sequence[tuple[str, Mapping[str, Any]]], numbers: tuple[int, int, bool]) -> None:
         """Answer the waiting request with a turn. text: without the calls; numbers: tokens of the prompt and of the
         turn, and whether a limit has cut it."""
-        if self._call is None or self._call.turn.done():
+        if self._call is None or self._call.turns.done():
             return
         before, spoken, cut = numbers
         for stop in self._stop:
@@ -87,19 +93,20 @@ class Conversation:
         reasoning, content = split_reasoning(text)
         made = calls_of(calls, self._calls)
         finish = "length" if cut else "tool_calls" if made else "stop"
-        turn = SpokenTurn(content, reasoning, made, finish, before, spoken)
+        mark = f"{self.turns}-{secrets.token_hex(4)}"
+        turn = SpokenTurn(content, reasoning, made, finish, before, spoken, mark)
         self._calls += len(made)
         self.turns += 1
         self._since = time.monotonic()
         self._history.messages.append(turn.message)
-        self._call.turn.set_result(turn)
+        self._call.turns.set_result((turn,))
 
     def finish(self, why: str) -> None:
         """No further turn is sampled. A request that waits gets this as an error."""
         self.over, self._since = why, time.monotonic()
-        if self._call is not None and not self._call.turn.done():
-            self._call.turn.set_exception(RefusedRequest(why, code="context_length_exceeded"))
-            self._call.turn.exception()  # read, so that asyncio does not report it if nobody waits
+        if self._call is not None and not self._call.turns.done():
+            self._call.turns.set_exception(RefusedRequest(why, code="context_length_exceeded"))
+            self._call.turns.exception()  # read, so that asyncio does not report it if nobody waits
             self._call = None
 
 

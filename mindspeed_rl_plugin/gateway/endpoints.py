@@ -88,11 +88,11 @@ class Gateway:
             usage = isinstance(options := body.get("stream_options"), dict) and bool(options.get("include_usage"))
             events = _stream(call, lambda turn: chat_api.events(turn, *made, usage))
             return StreamingResponse(events, media_type="text/event-stream")
-        while not call.turn.done() and not await request.is_disconnected():
-            await asyncio.wait([call.turn], timeout=CLIENT_LOOK_SECONDS)
+        while not call.turns.done() and not await request.is_disconnected():
+            await asyncio.wait([call.turns], timeout=CLIENT_LOOK_SECONDS)
         if await request.is_disconnected():  # the turn is kept for the same request, sent again
             return Response(status_code=499)
-        turn, call.heard = call.turn.result(), True
+        (turn, *_), call.heard = call.turns.result(), True
         return JSONResponse(chat_api.answer(turn, *made))
 
     def _known(self, request: Request) -> Conversation:
@@ -106,12 +106,12 @@ class Gateway:
 
 async def _stream(call: PendingCall, form: Callable[[SpokenTurn], Iterable[str]]) -> AsyncIterator[str]:
     """The events of a turn; comments while it is sampled, so that no client takes the connection for dead."""
-    while not call.turn.done():
-        await asyncio.wait([call.turn], timeout=KEEPALIVE_SECONDS)
-        if not call.turn.done():
+    while not call.turns.done():
+        await asyncio.wait([call.turns], timeout=KEEPALIVE_SECONDS)
+        if not call.turns.done():
             yield ": the turn is not sampled yet\n\n"
     try:
-        *events, last = form(call.turn.result())
+        *events, last = form(call.turns.result()[0])
     except RefusedRequest as refused:
         yield chat_api.error_event(refused)
         return
