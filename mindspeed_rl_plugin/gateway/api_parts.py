@@ -6,19 +6,11 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.gateway.agent_messages import (
-    CanonicalMessage,
-    JobSampling,
-    RefusedRequest,
-    SpokenTurn,
-    TurnRequest,
-    parsed,
-)
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, SpokenTurn, TurnRequest, parsed
 
-POLICY_NAME = "policy"  # the name under which the model is listed; a request may give any other
-UNTRAINED_NAME = "policy-untrained"  # the model, whose answers are not trained
+# Under which the model is listed; its answers are not trained under the second. A request may give any other name.
+MODEL_NAMES = POLICY_NAME, UNTRAINED_NAME = "policy", "policy-untrained"
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "tool_choice")
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_TOOLS, MAX_NAME = 4, 256, 256, 128
 
 
@@ -37,7 +29,8 @@ class Answers(NamedTuple):
 class AgentApi(NamedTuple):
     """How an API reads requests, and writes answers and errors."""
 
-    read: Callable[[Any, JobSampling], TurnRequest]  # of a body; raises RefusedRequest
+    # The request in a body. Raises RefusedRequest for what is no request, or cannot be answered as asked.
+    read: Callable[[Any, JobSampling], TurnRequest]
     answer: Callable[[Answers], dict[str, Any]]
     events: Callable[[Answers], Iterable[str]]  # of a streamed answer
     error: Callable[[RefusedRequest], dict[str, Any]]
@@ -78,15 +71,15 @@ def ignored(
     """What is ignored of a request, one line each.
 
     read: fields that the API reads; neutral: fields that would change the distribution of the sampled tokens, and the
-    values that leave it as it is, beside those of SAMPLING_FIELDS; never: fields that no flag allows, and why. Raises
+    values that leave it as it is, beside the job's own sampling; never: fields that no flag allows, and why. Raises
     RefusedRequest for what may not be ignored.
     """
     for name, why in never.items():
         if given.get(name):
             raise RefusedRequest(f"`{name}` is not supported: {why}")
     notes = []
-    top_k = (sampling.top_k, *([-1] if sampling.top_k == 0 else []))
-    own = dict(zip(SAMPLING_FIELDS, ((sampling.temperature,), (sampling.top_p,), top_k, ("auto",)), strict=True))
+    own = {"temperature": (sampling.temperature,), "top_p": (sampling.top_p,), "tool_choice": ("auto",)}
+    own["top_k"] = (sampling.top_k, *([-1] if sampling.top_k == 0 else []))
     for name, values in {**neutral, **own}.items():
         value = given.get(name)
         if name not in given or value in values:
@@ -106,7 +99,7 @@ def ignored(
     return (*notes, *(f"the field {name!r:.80} of agents' requests is ignored" for name in sorted({*given} - known)))
 
 
-def turn_request(messages: Iterable[CanonicalMessage], given: Mapping[str, Any], **more: Any) -> TurnRequest:
+def turn_request(messages: Iterable[Mapping[str, Any]], given: Mapping[str, Any], **more: Any) -> TurnRequest:
     """The request, whose fields of all APIs are checked already. Raises RefusedRequest."""
     messages = tuple(messages)
     if messages[-1]["role"] == "assistant":
@@ -117,12 +110,10 @@ def turn_request(messages: Iterable[CanonicalMessage], given: Mapping[str, Any],
 def longest(given: Mapping[str, Any], *names: str) -> int | None:
     """The longest turn that a request wants [tokens], by the first of these fields that it has. Raises
     RefusedRequest."""
-    for name in names:
-        if name in given:
-            if type(given[name]) is not int or given[name] < 1:
-                raise RefusedRequest(f"`{name}` is {given[name]!r:.40}; give a number of at least 1")
-            return given[name]
-    return None
+    name = next((name for name in names if name in given), "")
+    if name and (type(given[name]) is not int or given[name] < 1):
+        raise RefusedRequest(f"`{name}` is {given[name]!r:.40}; give a number of at least 1")
+    return given.get(name)
 
 
 def stops_of(given: Mapping[str, Any], name: str, sampling: JobSampling) -> tuple[str, ...]:
@@ -195,6 +186,6 @@ def call_of(where: str, name: Any, arguments: Any, number: Any) -> dict[str, Any
         value = None
     if not isinstance(value, dict) or not isinstance(name, str):
         raise RefusedRequest(
-            f"{where} has a tool call that has no name, or no JSON object as arguments: {name!r:.80} {arguments!r:.80}"
+            f"{where} has a tool call that is no name with a JSON object of arguments: {name!r:.80}, {arguments!r:.80}"
         )
     return {"id": number, "name": name, "arguments": value}

@@ -7,14 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspeed_rl_plugin.gateway import api_parts as parts
-from mindspeed_rl_plugin.gateway.agent_messages import (
-    MAX_ANSWERS,
-    CanonicalMessage,
-    JobSampling,
-    RefusedRequest,
-    SpokenTurn,
-    TurnRequest,
-)
+from mindspeed_rl_plugin.gateway.agent_messages import MAX_ANSWERS, JobSampling, RefusedRequest, SpokenTurn, TurnRequest
 
 CHAT_FIELDS = ("messages", "stop", "max_tokens", "max_completion_tokens", "stream_options", "n")
 CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,10 +25,7 @@ CHAT_NEVER = dict.fromkeys(
 
 
 def read(body: Any, sampling: JobSampling) -> TurnRequest:
-    """The request in a body. sampling: of the job.
-
-    Raises RefusedRequest for a body that is no request, and for one that the job cannot answer as asked.
-    """
+    """See `AgentApi`."""
     given = parts.fields(body, "messages")
     notes = parts.ignored(given, sampling, CHAT_FIELDS, CHAT_NEUTRAL, CHAT_NEVER)
     n = given.get("n", 1)
@@ -52,7 +42,7 @@ def read(body: Any, sampling: JobSampling) -> TurnRequest:
     )
 
 
-def _message(where: str, message: Any) -> CanonicalMessage:
+def _message(where: str, message: Any) -> dict[str, Any]:
     out: dict[str, Any] = {"role": parts.role_of(where, message, parts.ROLES)}
     out["content"] = parts.text_of(where, message.get("content"))
     if out["role"] == "assistant":
@@ -130,8 +120,6 @@ def _usage(answers: parts.Answers) -> dict[str, int]:
     return {"prompt_tokens": before, "completion_tokens": spoken, "total_tokens": before + spoken}
 
 
-def _error_events(refused: RefusedRequest) -> Iterator[str]:
-    yield parts.event(parts.openai_error(refused))
-
-
-CHAT_API = parts.AgentApi(read, _answer, _events, parts.openai_error, _error_events)
+CHAT_API = parts.AgentApi(
+    read, _answer, _events, parts.openai_error, lambda refused: [parts.event(parts.openai_error(refused))]
+)

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, TurnRequest, parsed
-from mindspeed_rl_plugin.gateway.api_parts import POLICY_NAME, UNTRAINED_NAME, AgentApi, Answers
+from mindspeed_rl_plugin.gateway.api_parts import MODEL_NAMES, AgentApi, Answers
 from mindspeed_rl_plugin.gateway.chat_api import CHAT_API
 from mindspeed_rl_plugin.gateway.conversation import Conversation, PendingCall
 from mindspeed_rl_plugin.gateway.messages_api import MESSAGES_API
@@ -38,10 +38,7 @@ CLIENT_LOOK_SECONDS = 0.5  # between two looks whether a client still waits
 
 
 class HastyProtocol(H11Protocol):
-    """HTTP, where a connection is closed whose next request has no head after READ_SECONDS, or twice this time at most.
-
-    uvicorn bounds the size of a head, with h11, and the seconds until its first byte.
-    """
+    """HTTP with an end to heads that do not end: the size is h11's, and the time READ_SECONDS, at most twice."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -76,16 +73,10 @@ class Gateway:
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[host, "localhost"], www_redirect=False)
         handlers = {RefusedRequest: _refused, 404: _unknown, 405: _unknown}
         app = Starlette(routes=routes, middleware=[trusted], exception_handlers=handlers)
-        config = uvicorn.Config(
-            app,
-            http=HastyProtocol,
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            limit_concurrency=min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2),
-        )
-        self._server = uvicorn.Server(config)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
+        how = {"http": HastyProtocol, "ws": "none", "lifespan": "off", "log_level": "error", "access_log": False}
+        self._server = uvicorn.Server(uvicorn.Config(app, limit_concurrency=most, **how))
         self._server.capture_signals = contextlib.nullcontext  # the process has handlers of its own
 
     async def serve(self) -> None:
@@ -102,10 +93,8 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._known(request)
-        models = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "job"} for name in (POLICY_NAME, UNTRAINED_NAME)
-        ]
-        return _json_response({"object": "list", "data": models})
+        model = {"object": "model", "created": 0, "owned_by": "job"}
+        return _json_response({"object": "list", "data": [{"id": name, **model} for name in MODEL_NAMES]})
 
     async def _count(self, request: Request) -> Response:
         conversation = self._known(request)

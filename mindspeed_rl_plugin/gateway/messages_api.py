@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from typing import Any
 
 from mindspeed_rl_plugin.gateway import api_parts as parts
-from mindspeed_rl_plugin.gateway.agent_messages import (
-    CanonicalMessage,
-    JobSampling,
-    RefusedRequest,
-    SpokenTurn,
-    TurnRequest,
-)
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, SpokenTurn, TurnRequest
 
 MESSAGES_FIELDS = ("messages", "system", "max_tokens", "stop_sequences")
 MESSAGES_NEUTRAL = {"output_config.format": (None,), "output_format": (None,)}
-MESSAGES_NEVER = dict.fromkeys(
-    ("mcp_servers", "container"), "the agent runs its tools itself; turn it off in the agent"
-)
+MESSAGES_NEVER = dict.fromkeys(("mcp_servers", "container"), "the agent runs its tools itself; turn it off there")
 BILLING_START = "x-anthropic-billing-header"  # of a block of Claude Code that differs in each request
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+DELTA_TYPES = {  # type of a block -> its fields that come in events of their own, and the types of these
+    "thinking": {"thinking": "thinking_delta", "signature": "signature_delta"},
+    "text": {"text": "text_delta"},
+    "tool_use": {"input": "input_json_delta"},
+}
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 
 
 def read(body: Any, sampling: JobSampling) -> TurnRequest:
+    """See `AgentApi`."""
     given = parts.fields(body, "messages", "output_config")
     choice, system = given.get("tool_choice"), given.get("system")
     if isinstance(choice, dict) and choice.get("type") in ("auto", "any"):
@@ -52,7 +50,7 @@ def _is_result(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "tool_result"
 
 
-def _messages(where: str, message: Any) -> Iterator[CanonicalMessage]:
+def _messages(where: str, message: Any) -> Iterator[dict[str, Any]]:
     """The messages that a message is: a user's is split into results of tools, and the texts around them."""
     role, content = parts.role_of(where, message, ("user", "assistant", "system")), message.get("content")
     if role == "assistant":
@@ -69,7 +67,7 @@ def _messages(where: str, message: Any) -> Iterator[CanonicalMessage]:
         yield {"role": role, "content": parts.text_of(where, content)}
 
 
-def _assistant(where: str, blocks: list[Any]) -> CanonicalMessage:
+def _assistant(where: str, blocks: list[Any]) -> dict[str, Any]:
     out: dict[str, Any] = {"role": "assistant"}
     texts = []
     for block in blocks:
@@ -110,28 +108,15 @@ def _events(answers: parts.Answers) -> Iterator[str]:
     begun = {"content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
     yield _event("message_start", message={**whole, **begun})
     for index, block in enumerate(whole["content"]):
-        empty, *deltas = _deltas(block)
+        empty = {field: type(block[field])() for field in DELTA_TYPES[block["type"]]}
         yield _event("content_block_start", index=index, content_block={**block, **empty})
-        for delta in deltas:
-            yield _event("content_block_delta", index=index, delta=delta)
+        for field, kind in DELTA_TYPES[block["type"]].items():
+            text = {"partial_json": json.dumps(block[field])} if field == "input" else {field: block[field]}
+            yield _event("content_block_delta", index=index, delta={"type": kind, **text})
         yield _event("content_block_stop", index=index)
     ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield _event("message_delta", delta=ends, usage=whole["usage"])
     yield _event("message_stop")
-
-
-def _deltas(block: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is empty in a block that begins, and what fills it."""
-    if block["type"] == "thinking":
-        yield {"thinking": "", "signature": ""}
-        yield {"type": "thinking_delta", "thinking": block["thinking"]}
-        yield {"type": "signature_delta", "signature": block["signature"]}
-    elif block["type"] == "text":
-        yield {"text": ""}
-        yield {"type": "text_delta", "text": block["text"]}
-    else:
-        yield {"input": {}}
-        yield {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
 
 
 def _event(name: str, **more: Any) -> str:

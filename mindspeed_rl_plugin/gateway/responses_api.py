@@ -9,13 +9,7 @@ from itertools import count
 from typing import Any
 
 from mindspeed_rl_plugin.gateway import api_parts as parts
-from mindspeed_rl_plugin.gateway.agent_messages import (
-    CanonicalMessage,
-    JobSampling,
-    RefusedRequest,
-    SpokenTurn,
-    TurnRequest,
-)
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, SpokenTurn, TurnRequest
 
 RESPONSES_FIELDS = ("input", "instructions", "max_output_tokens")
 RESPONSES_NEUTRAL = {"text.format": ({"type": "text"},)}
@@ -23,7 +17,11 @@ RESPONSES_NEVER = dict.fromkeys(
     ("previous_response_id", "conversation", "background", "prompt"),
     "nothing is stored here; send the whole history as `input`",
 )
-SAME = {"store": False, "truncation": "disabled", "include": ["reasoning.encrypted_content"]}  # with or without them
+RESPONSES_SAME = {
+    "store": False,
+    "truncation": "disabled",
+    "include": ["reasoning.encrypted_content"],
+}  # with or without them
 ITEM_KINDS = ("message", "reasoning", "function_call", "function_call_output")
 TEXT_KINDS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 # Type of an item with text -> field of its part, events of the part, events of the part's text, more of the latter.
@@ -34,9 +32,12 @@ PART_EVENTS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 
 def read(body: Any, sampling: JobSampling) -> TurnRequest:
+    """See `AgentApi`."""
     if isinstance(body, dict) and isinstance(body.get("input"), str):
         body = {**body, "input": [{"role": "user", "content": body["input"]}]}
-    given = {name: value for name, value in parts.fields(body, "input", "text").items() if SAME.get(name) != value}
+    given = {
+        name: value for name, value in parts.fields(body, "input", "text").items() if RESPONSES_SAME.get(name) != value
+    }
     notes = parts.ignored(given, sampling, RESPONSES_FIELDS, RESPONSES_NEUTRAL, RESPONSES_NEVER)
     messages = _messages(given["input"])
     if instructions := parts.text_of("`instructions`", given.get("instructions")):
@@ -45,7 +46,7 @@ def read(body: Any, sampling: JobSampling) -> TurnRequest:
     return parts.turn_request(messages, given, tools=tools, most=parts.longest(given, "max_output_tokens"), notes=notes)
 
 
-def _messages(items: list[Any]) -> list[CanonicalMessage]:
+def _messages(items: list[Any]) -> list[dict[str, Any]]:
     """The messages that the items are: what the assistant says one after the other is one message."""
     messages: list[dict[str, Any]] = []
     for at, item in enumerate(items):

@@ -115,7 +115,7 @@ REFUSED = [
     ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "400 `tool_choice` is"),
     ({"response_format": {"type": "json_object"}}, "400 `response_format` is"),
     ({"logit_bias": {"7": 1}}, "400 `logit_bias` is"),
-    ({"n": 2}, "400 `n` is 2"),
+    ({"n": 17}, "400 `n` is 17"),
     ({"stop": ["x"] * 9}, "400 `stop` must be at most 4"),
     ({"chat_template": "{{ x }}"}, "400 `chat_template` is not supported"),
     ({"messages": IMAGE}, "400 message 0 has a part of type 'image_url'"),
