@@ -42,6 +42,8 @@ class HastyProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        # asyncio does it only for sockets with a protocol's number; without it each answer takes 40 ms more.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.loop.call_later(READ_SECONDS, self._look, None)
 
     def _look(self, before: Any) -> None:

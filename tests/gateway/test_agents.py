@@ -135,7 +135,7 @@ GUESSED = {"Authorization": "Bearer 0-guessed"}
 
 
 def test_requests_that_would_be_wrong_are_refused_and_the_rest_is_answered(agent, tmp_path, capsys):
-    requests = [({}, more) for more, _ in REFUSED] + [(GUESSED, {}), ({"X-Api-Key": "1-"}, {})]
+    requests = [({}, more) for more, _ in REFUSED] + [(GUESSED, {}), ({"X-Api-Key": "1-", "Authorization": ""}, {})]
     requests.append(({}, {"tool_choice": "required", "temperature": 1, "user": "me", "top_p": None, "seed": 3}))
     requests.append(({}, {f"field {number}": 0 for number in range(300)}))
     out = tmp_path / "said"
