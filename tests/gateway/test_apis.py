@@ -188,6 +188,7 @@ def test_streams_show_life_and_responses_are_those_that_codex_reads(monkeypatch)
     script = [*[(TURNS[3],)] * 3, RefusedRequest("no")]
     ((_, one), (_, two), (_, three), (_, failed)), *_ = sent(*bodies, bodies[-1], script=script, seconds=0.2)
     assert one.startswith(": the turn") and two.startswith("event: ping\ndata: ") and one.endswith("[DONE]\n\n")
+    assert two.count('{"type": "input_json_delta", ') == 2 and two.count('"input": {}') == 2
     events = [line.removeprefix("event: ") for line in three.splitlines() if line.startswith("event")]
     assert (events[0], events[-1]) == ("response.created", "response.completed") and three.startswith(": the turn")
     assert events.count("response.output_item.done") == 4 and "event: response.failed\n" in failed
