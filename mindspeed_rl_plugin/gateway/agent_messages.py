@@ -1,8 +1,8 @@
 """Messages of agents in one canonical form, whatever API they come through, and their comparison with what is held.
 
 A canonical message has `role` ("system", "user", "assistant", "tool") and `content` (text), and maybe `reasoning`
-(text) and `tool_calls` (a list of {"id", "name", "arguments"}, arguments as a JSON object) of an assistant, or
-`tool_call_id` and `name` of a tool's result.
+(text), `tool_calls` (a list of {"id", "name", "arguments"}, arguments as a JSON object) and `mark` (that of the
+`SpokenTurn` that it was) of an assistant, or `tool_call_id` and `name` of a tool's result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 AT_A_LIMIT, FORKED, INVALID = "context_length_exceeded", "history_differs", "invalid_request"  # codes of errors
 CanonicalMessage = Mapping[str, Any]
 MAX_DEPTH = 64  # of JSON that agents send
+MAX_ANSWERS = 16  # to one request
 
 
 class RefusedRequest(Exception):
@@ -68,8 +69,8 @@ class TurnRequest:
     most: int | None = None  # longest turn that the agent wants [tokens]
     stop: tuple[str, ...] = ()  # texts that end the turn
     notes: tuple[str, ...] = ()  # what is ignored, one line each
-    n: int = 1  # answers
-    trained: bool = True
+    n: int = 1  # answers, at most MAX_ANSWERS
+    trained: bool = True  # whether the answers are trained
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,12 @@ class SpokenTurn:
     finish: str  # "stop", "length" or "tool_calls"
     prompt_tokens: int
     completion_tokens: int
-    mark: str = ""  # an id of this turn, by which it is known when it comes back
+    mark: str  # unique in the conversation, without "_"; it comes back in ids and signatures of some APIs
 
     @property
     def message(self) -> CanonicalMessage:
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
-        return {"role": "assistant", "content": self.content, "reasoning": self.reasoning, **calls}
+        return {"role": "assistant", "content": self.content, "reasoning": self.reasoning, "mark": self.mark, **calls}
 
 
 @dataclass(eq=False)
@@ -138,7 +139,7 @@ class History:
                 n, differs = max(place for place in places if place is not None)
                 why = f"message {at + n} ({given[at + n]['role']}) has another {differs} than before" if differs else ""
                 break
-            marked = [turn for turn in same if given[at + len(turn.before)].get("mark") == turn.turn.mark]
+            marked = [turn for turn in same if turn.turn.mark in _marks(given[at + len(turn.before)])]
             found = (marked or same)[-1]
             at += len(found.messages)
             fits = self._behind.get(found.call, [])
@@ -191,9 +192,14 @@ def for_template(message: CanonicalMessage) -> dict[str, Any]:
     return out
 
 
-def calls_of(found: Sequence[tuple[str, Mapping[str, Any]]], first: int) -> tuple[Mapping[str, Any], ...]:
-    """The calls of a turn with ids. first: number of the conversation's calls before it."""
-    return tuple({"id": f"call_{first + n}", "name": name, "arguments": a} for n, (name, a) in enumerate(found))
+def calls_of(found: Sequence[tuple[str, Mapping[str, Any]]], mark: str) -> tuple[Mapping[str, Any], ...]:
+    """The calls of a turn, with ids that name the turn. mark: of the turn."""
+    return tuple({"id": f"call_{n}_{mark}", "name": name, "arguments": a} for n, (name, a) in enumerate(found))
+
+
+def _marks(message: CanonicalMessage) -> set[Any]:
+    """The marks with which an assistant's message came back."""
+    return {message.get("mark"), *(str(call["id"]).rpartition("_")[2] for call in message.get("tool_calls", ()))}
 
 
 def _typed(call: Mapping[str, Any]) -> tuple[str, str]:

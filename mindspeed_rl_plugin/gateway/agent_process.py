@@ -150,6 +150,8 @@ class Agents:
         variables = users_variables((*NO_PROXY, *setup.variables)) | {
             "OPENAI_BASE_URL": f"{self.gateway.url}/v1",
             "OPENAI_API_KEY": conversation.key,
+            "ANTHROPIC_BASE_URL": self.gateway.url,
+            "ANTHROPIC_API_KEY": conversation.key,
             "MINDSPEED_RL_EPISODE": episode,
         }
         return await run_command(shlex.split(setup.agent), json.dumps(row).encode(), variables, setup.memory)

@@ -50,7 +50,6 @@ class Conversation:
         self._history, self._numbers = History(), itertools.count()
         self._calls: dict[int, PendingCall] = {}  # by the numbers of their turns
         self._counts: dict[int, asyncio.Future[int]] = {}
-        self._made = 0  # tool calls of the model
         self._refused = 0
         self.over: str | None = None  # why no further turn is sampled
         self.limited = False  # whether a request had an error, because the job has reached a limit
@@ -107,11 +106,10 @@ class Conversation:
         for stop in call.request.stop:
             text = text.partition(stop)[0]
         reasoning, content = split_reasoning(text)
-        made = calls_of(calls, self._made)
+        mark = f"{number}-{secrets.token_hex(4)}"
+        made = calls_of(calls, mark)
         finish = "length" if cut else "tool_calls" if made else "stop"
-        mark = f"{number}-{secrets.token_hex(8)}"
         turn = call.spoken[number] = SpokenTurn(content, reasoning, made, finish, before, spoken, mark)
-        self._made += len(made)
         if call.request.trained:
             parent = call.match.turn
             self._history.add(HeldTurn(number, parent, tuple(call.match.new), call.request.tools, turn))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import json
+import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -15,19 +18,42 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mindspeed_rl_plugin.gateway import chat_api
-from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, SpokenTurn, parsed
+from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, TurnRequest, parsed
+from mindspeed_rl_plugin.gateway.api_parts import MODEL_NAMES, AgentApi, Answers
+from mindspeed_rl_plugin.gateway.chat_api import CHAT_API
 from mindspeed_rl_plugin.gateway.conversation import Conversation, PendingCall
+from mindspeed_rl_plugin.gateway.messages_api import MESSAGES_API
+from mindspeed_rl_plugin.gateway.responses_api import RESPONSES_API
 
-POLICY_NAME = "policy"  # the name under which the model is listed; a request may give any other
+APIS = {"/v1/chat/completions": CHAT_API, "/v1/messages": MESSAGES_API, "/v1/responses": RESPONSES_API}
 MAX_BODY_BYTES = 32 << 20
-READ_SECONDS = 60.0  # for a request to arrive, once its head has
-MAX_CONNECTIONS = 4096
-KEEPALIVE_SECONDS = 15.0  # between two comments in a stream whose turn is not sampled yet
+READ_SECONDS = 60.0  # for the head of a request to arrive, and again for its body
+MAX_CONNECTIONS = 4096  # or half of the files that the process may open
+KEEPALIVE_SECONDS = 15.0  # between two signs of life in a stream whose turn is not sampled yet
 CLIENT_LOOK_SECONDS = 0.5  # between two looks whether a client still waits
+
+
+class HastyProtocol(H11Protocol):
+    """HTTP with an end to heads that do not end: the size is h11's, and the time READ_SECONDS, at most twice."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        # asyncio does it only for sockets with a protocol's number; without it each answer takes 40 ms more.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.loop.call_later(READ_SECONDS, self._look, None)
+
+    def _look(self, before: Any) -> None:
+        """before: the request at the last look."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is before and (before is None or before.response_complete):
+            self.transport.close()
+        else:
+            self.loop.call_later(READ_SECONDS, self._look, self.cycle)
 
 
 class Gateway:
@@ -42,16 +68,17 @@ class Gateway:
         self._socket = listener
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            *(Route(path, partial(self._turn, api), methods=["POST"]) for path, api in APIS.items()),
+            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
             Route("/v1/models", self._models),
         ]
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[host, "localhost"], www_redirect=False)
-        handlers = {RefusedRequest: _refused, 404: _unknown}
+        handlers = {RefusedRequest: _refused, 404: _unknown, 405: _unknown}
         app = Starlette(routes=routes, middleware=[trusted], exception_handlers=handlers)
-        config = uvicorn.Config(
-            app, log_level="error", access_log=False, lifespan="off", ws="none", limit_concurrency=MAX_CONNECTIONS
-        )
-        self._server = uvicorn.Server(config)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
+        how = {"http": HastyProtocol, "ws": "none", "lifespan": "off", "log_level": "error", "access_log": False}
+        self._server = uvicorn.Server(uvicorn.Config(app, limit_concurrency=most, **how))
         self._server.capture_signals = contextlib.nullcontext  # the process has handlers of its own
 
     async def serve(self) -> None:
@@ -68,53 +95,62 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         self._known(request)
-        return JSONResponse({"object": "list", "data": [{"id": POLICY_NAME, "object": "model", "owned_by": "job"}]})
+        model = {"object": "model", "created": 0, "owned_by": "job"}
+        return _json_response({"object": "list", "data": [{"id": name, **model} for name in MODEL_NAMES]})
 
-    async def _chat(self, request: Request) -> Response:
+    async def _count(self, request: Request) -> Response:
         conversation = self._known(request)
-        raw = await _body(request)
-        body = _json(raw)
-        asked = chat_api.read(body, self._sampling)
-        for note in asked.notes:
-            self._note(note)
+        _, _, asked = await self._read(MESSAGES_API, request)
+        return _json_response({"input_tokens": await conversation.count(asked)})
+
+    async def _turn(self, api: AgentApi, request: Request) -> Response:
+        conversation = self._known(request)
+        raw, body, asked = await self._read(api, request)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"
-        call = await conversation.ask(asked, raw, again)
+        call, created = await conversation.ask(asked, raw, again), int(time.time())
         call.gone = request.is_disconnected
-        made = (
-            f"chatcmpl-{conversation.name}-{call.calls[0]}",
-            body.get("model") or POLICY_NAME,
-            int(time.time()),
-        )
         if body.get("stream"):
-            usage = isinstance(options := body.get("stream_options"), dict) and bool(options.get("include_usage"))
-            events = _stream(call, lambda turn: chat_api.events(turn, *made, usage))
-            return StreamingResponse(events, media_type="text/event-stream")
+            return StreamingResponse(_stream(api, call, body, created), media_type="text/event-stream")
         while not call.turns.done() and not await request.is_disconnected():
             await asyncio.wait([call.turns], timeout=CLIENT_LOOK_SECONDS)
         if await request.is_disconnected():  # the turn is kept for the same request, sent again
             return Response(status_code=499)
-        (turn,), call.heard = call.turns.result(), True
-        return JSONResponse(chat_api.answer(turn, *made))
+        turns, call.heard = call.turns.result(), True
+        return _json_response(api.answer(Answers(turns, body, created)))
+
+    async def _read(self, api: AgentApi, request: Request) -> tuple[bytes, Any, TurnRequest]:
+        """The body, as bytes and as JSON, and what it asks for. Raises RefusedRequest."""
+        raw = await _body(request)
+        try:
+            body = parsed(raw)
+        except ValueError as error:
+            raise RefusedRequest(f"the body is no JSON that is read here: {error}") from None
+        asked = api.read(body, self._sampling)
+        for note in asked.notes:
+            self._note(note)
+        return raw, body, asked
 
     def _known(self, request: Request) -> Conversation:
         """The conversation that the request's key opens."""
-        key = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        conversation = self._conversations.get(key.partition("-")[0])
-        if conversation is None or not hmac.compare_digest(conversation.key.encode(), key.encode()):
-            raise RefusedRequest("this key opens no conversation; it ends with its agent", 401, "invalid_api_key")
-        return conversation
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        for key in (request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""):
+            conversation = self._conversations.get(key.partition("-")[0])
+            if conversation is not None and hmac.compare_digest(conversation.key.encode(), key.encode()):
+                return conversation
+        raise RefusedRequest("this key opens no conversation; it ends with its agent", 401, "invalid_api_key")
 
 
-async def _stream(call: PendingCall, form: Callable[[SpokenTurn], Iterable[str]]) -> AsyncIterator[str]:
-    """The events of a turn; comments while it is sampled, so that no client takes the connection for dead."""
+async def _stream(api: AgentApi, call: PendingCall, body: Any, created: int) -> AsyncIterator[str]:
+    """The events of turns, and signs of life while they are sampled."""
     while not call.turns.done():
         await asyncio.wait([call.turns], timeout=KEEPALIVE_SECONDS)
         if not call.turns.done():
-            yield ": the turn is not sampled yet\n\n"
+            yield api.waiting
     try:
-        *events, last = form(call.turns.result()[0])
+        *events, last = api.events(Answers(call.turns.result(), body, created))
     except RefusedRequest as refused:
-        yield chat_api.error_event(refused)
+        for event in api.error_events(refused):
+            yield event
         return
     for event in events:
         yield event
@@ -139,18 +175,20 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _json(raw: bytes) -> Any:
-    try:
-        return parsed(raw)
-    except ValueError as error:
-        raise RefusedRequest(f"the body is no JSON that is read here: {error}") from None
+def _json_response(value: Any, status: int = 200) -> Response:
+    """In ASCII, because texts may have halves of characters, which are no UTF-8."""
+    return Response(json.dumps(value), status, media_type="application/json")
 
 
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, RefusedRequest)
-    return JSONResponse(chat_api.error(refused), status_code=refused.status)
+    api = next((api for path, api in APIS.items() if request.url.path.startswith(path)), CHAT_API)
+    return _json_response(api.error(refused), refused.status)
 
 
 async def _unknown(request: Request, _: Exception) -> Response:
-    why = f"there is no {request.method} {request.url.path:.80}; this gateway has POST /v1/chat/completions"
+    why = (
+        f"there is no {request.method} {request.url.path:.80}; this gateway has POST {', '.join(APIS)}; "
+        "the base URL of Anthropic's clients is that of OpenAI's without /v1"
+    )
     return await _refused(request, RefusedRequest(why, 404, "not_found"))

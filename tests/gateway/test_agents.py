@@ -119,7 +119,7 @@ REFUSED = [
     ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "400 `tool_choice` is"),
     ({"response_format": {"type": "json_object"}}, "400 `response_format` is"),
     ({"logit_bias": {"7": 1}}, "400 `logit_bias` is"),
-    ({"n": 2}, "400 `n` is 2"),
+    ({"n": 17}, "400 `n` is 17"),
     ({"stop": ["x"] * 9}, "400 `stop` must be at most 4"),
     ({"chat_template": "{{ x }}"}, "400 `chat_template` is not supported"),
     ({"messages": IMAGE}, "400 message 0 has a part of type 'image_url'"),
@@ -139,7 +139,7 @@ GUESSED = {"Authorization": "Bearer 0-guessed"}
 
 
 def test_requests_that_would_be_wrong_are_refused_and_the_rest_is_answered(agent, tmp_path, capsys):
-    requests = [({}, more) for more, _ in REFUSED] + [(GUESSED, {}), ({"X-Api-Key": "1-"}, {})]
+    requests = [({}, more) for more, _ in REFUSED] + [(GUESSED, {}), ({"X-Api-Key": "1-", "Authorization": ""}, {})]
     requests.append(({}, {"tool_choice": "required", "temperature": 1, "user": "me", "top_p": None, "seed": 3}))
     requests.append(({}, {f"field {number}": 0 for number in range(300)}))
     out = tmp_path / "said"
