@@ -179,7 +179,8 @@ class AgentLead(Lead):
             state.finish = "turns"
             raise RefusedTurn(f"an episode has at most --rl-max-turns {self.limits.turns} turns", AT_A_LIMIT)
         before, common, root = self._before(state, request), 0, request.parent is None
-        length, most = before + len(tokens), limit + state.request.sampling.max_tokens - before - len(tokens)
+        response, length = state.request.sampling.max_tokens, before + len(tokens)
+        most = min(self.limits.turn, response, limit + response - length)
         if root:
             if all(message["role"] != "assistant" for message in request.messages) and length > limit:
                 raise RefusedTurn(
@@ -189,7 +190,7 @@ class AgentLead(Lead):
             common = _common(state, tokens) if forks.shared else 0
         else:
             path, _ = state.turns[request.parent]
-            most -= max(limit - len(path.prompt), 0)
+            most = min(most, response - length + len(path.prompt))
             forked = turns - (path.head == request.parent)
         if request.trained and forked and forks.refused:
             raise RefusedTurn(f"{request.why or 'the request forks the conversation'}; {forks.refused}", FORKED)
@@ -204,7 +205,7 @@ class AgentLead(Lead):
             state.finish = "length"
             raise RefusedTurn(
                 f"no token is left for a turn behind {length} tokens: a conversation has at most {limit} + "
-                f"{state.request.sampling.max_tokens} (--rl-max-prompt-length, --rl-max-response-length)"
+                f"{response} (--rl-max-prompt-length, --rl-max-response-length)"
                 + (f", an episode {forks.tokens} (--rl-max-tokens-per-microbatch)" if forks.tokens else ""),
                 AT_A_LIMIT,
             )

@@ -35,6 +35,7 @@ class EpisodeLimits:
     turns: int  # most turns of an episode
     observation: int  # longest observation [tokens]
     prompt: int  # longest prompt, with the environment's first messages [tokens]
+    turn: int = 1 << 62  # longest turn [tokens]
     lockstep: bool = False  # begin turn t + 1 of all episodes, by rising id, after all replies to turn t
     on_error: str = "stop"  # or "zero", "drop": what to do if an environment fails
 

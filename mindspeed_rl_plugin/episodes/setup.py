@@ -142,11 +142,12 @@ class EpisodeSetup:
     ) -> EpisodeEngine:
         """Episodes on top of an engine. environments: kept on the first rank until the engine shuts down,
         closed here on other ranks; peers: the ranks of the engine."""
-        flags, lead = self.flags, None
+        flags, lead, longest = self.flags, None, self.flags.longest_turn(self.response)
         limits = EpisodeLimits(
             turns=flags.max_turns,
             observation=flags.longest_observation(self.response),
             prompt=self.prompt,
+            turn=longest,
             lockstep=flags.environment_lockstep,
             on_error=flags.environment_on_error,
         )
@@ -160,7 +161,7 @@ class EpisodeSetup:
                 lead = Lead(limits, form, parse, environments)
         elif environments is not None:
             environments.close()
-        longest, begins = flags.longest_turn(self.response), bool(flags.environment or flags.agent)
+        begins = bool(flags.environment or flags.agent)
         return EpisodeEngine(engine, longest, begins, lead, peers, bool(flags.agent), flags.agent_branches == "last")
 
 

@@ -154,7 +154,8 @@ def completion_rows(
         "finish": torch.tensor([FINISH.index(c.finish) for c in completions], dtype=torch.int8),
         "version": torch.tensor([c.version for c in completions], dtype=torch.int64),
         "weights_digest": torch.tensor(
-            [digest_number(digest if len(c.segments) == 1 else None) for c in completions], dtype=torch.int64
+            [digest_number(digest if len({v for _, v in c.segments}) == 1 else None) for c in completions],
+            dtype=torch.int64,
         ),
         "segments": Ragged.from_rows(segments, torch.int64),
     }

@@ -87,6 +87,7 @@ class Episode:
         """The turns of a request. cut: steps after which the episode is interrupted."""
         self.bodies += 1
         call = await self.here.conversation.ask(TurnRequest(tuple(messages), **more), str(self.bodies).encode(), False)
+        await asyncio.sleep(0)  # others ask, too
         for step in range(steps):
             if call.turns.done():
                 break
@@ -267,9 +268,12 @@ def test_limits_are_the_clients_errors_and_the_rows_finish():
 @pytest.mark.parametrize("packed, shared", [(False, False), (True, False), (True, True)])
 def test_a_row_that_forks_keeps_to_the_tokens_of_a_micro_batch(packed, shared):
     prompt = len(make_format(TOKENIZER, "chat", ()).written(HI))
-    limit = 3 * (prompt + 12)
+    limit = 3 * (prompt + 12) + prompt
     episode = noting(Episode(ForkLimits("", limit, packed, shared), most=12))
     errors, row = refused(episode, *[(HI, {})] * 60, at_once=4)
+    first = [len(r.prompt_tokens) + r.sampling.max_tokens for r in episode.engine.seen[: errors[:4].count(None)]]
+    most = sum(first) - (len(first) - 1) * prompt * shared if packed else len(first) * max(first)
+    assert most <= limit, "also if all turns at once are as long as they may be"
     assert errors[:3] == [None] * 3 and len(paths_of(row)) == errors.count(None) >= (12 if shared else 3)
     assert "--rl-max-tokens-per-microbatch" in errors[-1][1] and row.finish == "length"
     rows = Rows((SAMPLE,), {"length": torch.tensor([len(row.prompt) + len(row.tokens)]), "paths": row.columns["paths"]})
