@@ -69,7 +69,7 @@ async def forks(row, base_url, api_key):
     behind = [*opening, {"role": "assistant", "content": first}]
     asked = [[*behind, {"role": "user", "content": text}] for text in "ab"]
     await asyncio.gather(*map(ask, asked), ask(opening, "policy-untrained"))
-    await ask([*opening, {"role": "assistant", "content": "!"}, {"role": "user", "content": "c"}], n=2)
+    await ask([*opening, {"role": "assistant", "content": "edited"}, {"role": "user", "content": "c"}], n=2)
     (last,) = await ask([*behind, {"role": "user", "content": "d"}])
     return sum(map(ord, first + last)) % 5 / 4
 

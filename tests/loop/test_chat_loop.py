@@ -89,9 +89,8 @@ def test_agents_that_fork(chat, nothing_left, layout) -> None:
     flags = (*flags, "--rl-max-tokens-per-microbatch", "1600")
     lines, conversations = chat(*agent, *SCHEDULES[schedule], *flags, rows=PROMPTS, lags=schedule != "sync")
     # "first" and its continuation, another, "d"; the edited one twice
-    assert all(
-        (line["episode/roots"], line["episode/forks"], line["episode/turns_mean"]) == (2, 3, 6) for line in lines
-    )
+    counts = [[line[f"episode/{name}"] for name in ("roots", "forks", "turns_mean")] for line in lines]
+    assert counts == [[2, 3, 6]] * len(lines)
     assert all({m["path"] for m in c} == {0, 1, 2, 3, 4} for c in conversations)
     nothing_left()
 
