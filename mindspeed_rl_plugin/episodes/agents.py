@@ -13,7 +13,6 @@ from mindspeed_rl_plugin.episodes.rollout_bridge import (
     RolloutRecord,
     RolloutReport,
 )
-from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
 from mindspeed_rl_plugin.rows import SampleId
 from mindspeed_rl_plugin.workers.process import Program
 
@@ -29,10 +28,12 @@ AT_A_LIMIT = "the job samples no further turn: this conversation has reached a l
 
 
 class AgentEnvironments(RolloutEnvironments):
-    """setup: of the processes; the other arguments are those of `RolloutEnvironments`."""
+    """forgives: whether an agent is graded that is killed because it is late, if it had a turn; the other arguments are
+    those of `RolloutEnvironments`."""
 
-    def __init__(self, setup: AgentSetup, workers: int, timeout: float, wait: float, together: int | None) -> None:
-        super().__init__(AGENTS_PROGRAM, setup, f"--rl-agent {setup.agent}", workers, timeout, wait, together)
+    def __init__(self, *arguments: Any, forgives: bool = True) -> None:
+        super().__init__(*arguments)
+        self._forgives = forgives
 
     def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
         """See `Environments`. The agent gets the turn that a limit has cut, and no other."""
@@ -52,8 +53,7 @@ class AgentEnvironments(RolloutEnvironments):
         return text, calls if whole else [], (turn.before, len(turn.tokens), turn.cut)
 
     def _late(self, rollout: RolloutRecord) -> Reply:
-        """See `RolloutEnvironments`. An agent that had a turn is graded."""
-        if not rollout.spoke:
+        if not (rollout.spoke and self._forgives):
             why = f"made no request within {self._timeout:g} s (--rl-environment-timeout)"
             return Reply(rollout.sample, failure=why)
         return Reply(rollout.sample, done=True, finish="time")

@@ -1,4 +1,4 @@
-"""What verifiers' process is to its bridge, without verifiers: rollouts follow a script that their data holds.
+"""What an agents' process is to its bridge, without agents: rollouts follow a script that their row holds.
 
 The first message of the script is said when the rollout begins, each further one upon a turn of the model.
 """
@@ -13,13 +13,12 @@ from mindspeed_rl_plugin.workers.keeper import keep
 def main(connection, lifeline):
     keep(connection, lifeline, 1.0)
     parent = Parent(connection, None)
-    environment, _, _ = parent.receive()
-    parent.send((None, "there is no such environment") if environment == "unknown" else ("0.4.0", None))
+    parent.send((None, "there is no such environment") if parent.receive() == "unknown" else ("", None))
     scripts = {}
     while True:
         call, number, *arguments = parent.receive()
         if call == "begin":
-            scripts[number] = arguments[0]
+            scripts[number] = arguments[0]["script"]
         if call == "end":
             if scripts[number] != ["stuck"]:
                 parent.send({"number": number, "seconds": 0.0, "ended": True})
@@ -31,9 +30,9 @@ def main(connection, lifeline):
         if line == "silence":
             continue
         if line == "score":
-            line = {"done": True, "reward": len(arguments[0][0]) if arguments[0] else -1.0}
+            line = {"done": True, "reward": arguments[1][2][1] if arguments[1] else -1.0}
         if line == "echo":
-            line = {"prompt": [len(call), *arguments[0]], "messages": [{"role": "user", "content": str(arguments[1:])}]}
+            line = {"messages": [{"role": "user", "content": str([call, *arguments])}]}
         for one in line if isinstance(line, list) else [line]:
             time.sleep(one.pop("sleep", 0))
             parent.send({"number": number, "seconds": 0.25, **one})
