@@ -72,7 +72,6 @@ class Turn:
     """One turn of the model."""
 
     tokens: tuple[int, ...]  # sampled ids, the end token included
-    logps: tuple[float, ...]
     text: str  # for the environment and graders
     attempts: tuple[Attempt, ...] | Unread = ()  # calls, malformed ones too, in order; or `Unread`
     before: int = 0  # tokens before it
@@ -85,8 +84,6 @@ class Reply:
 
     id: SampleId
     messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
-    # token ids of the complete next prompt, if the environment renders messages itself; else None
-    prompt: tuple[int, ...] | None = None
     opening: AgentOpening | None = None  # instead of the prompt of the data
     limits: TurnLimits = TurnLimits()  # of the next turn
     reward: float = 0.0  # added to the reward of the last turn

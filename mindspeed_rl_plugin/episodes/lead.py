@@ -97,9 +97,9 @@ class Lead:
             self._over.append((sample, turn.finish))
         elif not cut or (most is not None and len(turn.tokens) >= most):
             attempts = () if cut else self._attempts(state.format, turn.tokens)
-            self.environments.act(sample, Turn(turn.tokens, turn.logps, text, attempts, before, cut))
+            self.environments.act(sample, Turn(turn.tokens, text, attempts, before, cut))
         else:
-            self._finish(state, "length", Turn(turn.tokens, turn.logps, text, (), before, cut))
+            self._finish(state, "length", Turn(turn.tokens, text, (), before, cut))
 
     def plan(self, seconds: float, end: float, sampling: bool) -> Plan:
         """The plan for episodes whose environments have replied; waits at most `seconds` for a reply.
@@ -145,7 +145,7 @@ class Lead:
             plan.limits.append((reply.id, reply.limits))
         if reply.opening is not None:
             state.asked, state.conversation = reply.opening.messages, [dict(m) for m in reply.opening.messages]
-        messages = self._shortened(state, reply) if reply.prompt is None else reply.messages
+        messages = self._shortened(state, reply)
         state.hear(messages if state.rewards else (), reply.seconds)
         if reply.failure is not None:
             self._fail(state, reply.failure)
@@ -191,7 +191,7 @@ class Lead:
 
     def _open(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
         """Plan the first turn. First messages of the environment are appended to the prompt's last message."""
-        sample, prompt = reply.id, reply.prompt
+        sample, prompt = reply.id, None
         said = "".join(message["content"] for message in messages)
         if reply.opening is not None:
             try:
@@ -219,15 +219,8 @@ class Lead:
     def _observe(self, plan: Plan, state: EpisodeState, reply: Reply, messages: Sequence[ChatMessage]) -> None:
         """Plan the next turn; if no token is left for it, finish the episode."""
         sample = reply.id
-        if reply.prompt is None:
-            if (tokens := self._tokens(state, state.format.behind, state.tokens[-1], messages)) is None:
-                return
-        else:
-            held = (*state.prompt, *state.tokens)
-            tokens = reply.prompt[len(held) :]
-            if reply.prompt[: len(held)] != held:
-                self._fail(state, _no_extension(held, reply.prompt))
-                return
+        if (tokens := self._tokens(state, state.format.behind, state.tokens[-1], messages)) is None:
+            return
         if len(tokens) >= state.request.sampling.max_tokens - len(state.tokens):
             self._finish(state, "length")
             return
@@ -271,12 +264,3 @@ class Lead:
             self._due.sort()
         plan.due = [sample for sample in self._due if self._states[sample].held is None]
         self._due = [sample for sample in self._due if self._states[sample].held is not None]
-
-
-def _no_extension(held: Sequence[int], prompt: Sequence[int]) -> str:
-    pairs = enumerate(zip(held, prompt, strict=False))
-    same = next((i for i, (one, other) in pairs if one != other), min(len(held), len(prompt)))
-    return (
-        f"asks for a prompt of {len(prompt)} tokens that is no extension of the {len(held)} tokens so far (they "
-        f"differ at token {same}); sampled tokens are never encoded again, so its renderer must only append"
-    )

@@ -34,8 +34,7 @@ class RolloutReport(msgspec.Struct):
 
     number: int  # of the rollout
     seconds: float  # since the model's last turn, or since the rollout began
-    prompt: list[int] | None = None  # token ids of the prompt of the turn that it requests
-    messages: list[dict[str, Any]] = []  # those that are new in this prompt
+    messages: list[dict[str, Any]] = []  # those that are new in the prompt of the turn that it requests
     opening: AgentOpening | None = None
     most: int | None = None  # as in `TurnLimits`
     stop: tuple[str, ...] = ()
@@ -228,11 +227,9 @@ class RolloutEnvironments:
         over = report.done or report.ended or failure is not None
         if over:
             del self._rollouts[report.number]
-        prompt = None if report.prompt is None else tuple(report.prompt)
         reply = Reply(
             rollout.sample,
             report.messages,
-            prompt,
             report.opening,
             TurnLimits(report.most, report.stop),
             report.reward,

@@ -144,21 +144,6 @@ def test_an_environment_that_begins_makes_the_prompt_longer() -> None:
         assert completion.prompt == tuple(map(ord, "p123456789")), "longer than an observation may be"
 
 
-def test_tokens_of_an_environment_that_renders_itself_must_extend_what_is_held() -> None:
-    def renders(episode: SampleId, turn: Turn, number: int) -> Reply:
-        held = (*PROMPT, *turn.tokens)
-        return Reply(episode, prompt=(*held, 50, 51) if number == 1 else (*held[:4], 0, 0))
-
-    world = World(renders)
-    engine = over(world, longest=200)
-    with pytest.raises(EpisodeError, match="no extension .* differ at token"):
-        generate(engine, requests_of(1, members=1, most=1000), deadline=5)
-    assert world.turns.keys() == {SampleId(0, 0, 0)}
-    first, second = (request.prompt_tokens for request in engine._engine.seen)
-    assert first == PROMPT and second == (*PROMPT, *world.named("act")[0][2].tokens, 50, 51)
-
-
-@pytest.mark.parametrize("rule", ["stop", "zero", "drop"])
 def test_a_failed_environment(rule: str, capsys) -> None:
     def fails(episode: SampleId, turn: Turn, number: int) -> Reply:
         if number == 2:
