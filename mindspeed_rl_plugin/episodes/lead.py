@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.episodes.environments import (
     Reply,
     Turn,
     Unread,
+    as_declared,
     at_most,
     place,
     row_of,
@@ -132,7 +133,9 @@ class Lead:
         if self._with_tools is not None and not format.tools:
             return ()
         text, most = format.raw_text(tokens), format.most_calls
-        return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
+        if self.parse is None:
+            return Unread(text, most)
+        return at_most([as_declared(attempt, format.tools) for attempt in self.parse(text)], most)
 
     def _take(self, plan: Plan, state: EpisodeState, reply: Reply) -> None:
         state.count({**reply.counts, "milliseconds": round(1000 * reply.seconds)})
