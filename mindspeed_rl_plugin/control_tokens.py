@@ -1,5 +1,4 @@
-"""For rendering messages in the job (`chat`) and in verifiers' Python interpreter (`verifiers_renderer`): a fixed date
-for templates, and the encoding of control tokens in messages as ordinary text. Imports only the standard library.
+"""For rendering messages: a fixed date for templates, and the encoding of control tokens in messages as ordinary text.
 
 A *control token* is a special token, or another added token that the template writes (DeepSeek's `<｜User｜>` and
 Qwen's `<tool_call>` are not marked as special).

@@ -22,7 +22,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
         return
     yield from _lengths(config)
     yield from _format(config)
-    yield from _foreign(config)
+    yield from _requests(config)
     yield from _agent(config)
     if flags.tools and flags.max_turns == 1:
         yield "--rl-max-turns 1 with --rl-tools: the model would never see the result of a tool; give 2 or more"
@@ -65,46 +65,30 @@ def _named(config: RLConfig) -> set[str]:
     return {text.partition("=")[0] for text in config.graders}
 
 
-def _foreign(config: RLConfig) -> Iterator[str]:
-    """Flags that have no effect with verifiers, and flags that it needs."""
+def _requests(config: RLConfig) -> Iterator[str]:
+    """Flags that do not go with the gateway, and flags that it needs."""
     flags = config.episodes
-    if not flags.foreign:
+    if not flags.requests:
         return
-    where = f"with --rl-environment {flags.environment}"
+    who = f"--rl-agent {flags.agent}" if flags.agent else f"--rl-environment {flags.environment}"
     if flags.tools:
-        yield f"--rl-tools {where}: verifiers has its own tools; remove --rl-tools"
-    if flags.tool_parser != "auto":
-        yield (
-            f"--rl-tool-parser {flags.tool_parser} {where}: the renderer of verifiers reads the calls; remove this "
-            "flag, or name a [renderer] in verifiers:FILE.toml"
-        )
-    if flags.max_observation_length is not None:
-        yield (
-            f"--rl-max-observation-length {flags.max_observation_length} {where}: verifiers renders observations and "
-            "cuts none; remove this flag"
-        )
+        yield f"--rl-tools {' '.join(flags.tools)} with {who}: it has its own tools; remove --rl-tools"
     if not config.data.apply_chat_template and flags.observation != "chat":  # `_format` reports "chat"
+        yield f"{who}: the chat template makes tokens of messages; give --rl-apply-chat-template too"
+    if ":" in flags.tool_parser:
         yield (
-            f"--rl-environment {flags.environment}: verifiers renders prompts by the chat template, which says how "
-            "a turn ends; give --rl-apply-chat-template too"
+            f"--rl-tool-parser {flags.tool_parser} with {who}: calls are read by a parser of this package; give "
+            "hermes, qwen3_coder, glm45, llama3, deepseek or auto"
         )
 
 
 def _agent(config: RLConfig) -> Iterator[str]:
-    """Flags that do not go with an agent, and flags that it needs."""
+    """Problems of --rl-agent alone."""
     flags = config.episodes
     if not flags.agent:
         return
-    for flag, given in {"--rl-environment": flags.environment, "--rl-tools": " ".join(flags.tools)}.items():
-        if given:
-            yield f"--rl-agent {flags.agent} with {flag} {given}: an agent has its own tools; remove one of the flags"
-    if not config.data.apply_chat_template:
-        yield f"--rl-agent {flags.agent}: the chat template makes tokens of messages; give --rl-apply-chat-template too"
-    if ":" in flags.tool_parser:
-        yield (
-            f"--rl-tool-parser {flags.tool_parser} with --rl-agent: calls are read by a parser of this package; give "
-            "hermes, llama3, deepseek or auto"
-        )
+    if flags.environment:
+        yield f"--rl-agent {flags.agent} with --rl-environment {flags.environment}: remove one of the two flags"
     try:
         program = shlex.split(flags.agent)[:1]
     except ValueError as error:
@@ -142,6 +126,6 @@ def _format(config: RLConfig) -> Iterator[str]:
         )
     elif not chat and flags.tools and flags.tool_parser == "auto":
         yield (
-            "--rl-tool-parser auto needs a chat template, and prompts have none; give hermes, llama3, deepseek, "
-            "path/to/file.py:function, or --rl-apply-chat-template"
+            "--rl-tool-parser auto needs a chat template, and prompts have none; give hermes, qwen3_coder, glm45, "
+            "llama3, deepseek, path/to/file.py:function, or --rl-apply-chat-template"
         )

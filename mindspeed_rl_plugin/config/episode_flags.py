@@ -20,6 +20,9 @@ _of_commands = functools.partial(
     ),
 )
 _of_agents = functools.partial(flag, reader=FlagReader("--rl-agent", lambda _, c: bool(c.episodes.agent)))
+_of_requests = functools.partial(
+    flag, reader=FlagReader("--rl-agent or --rl-environment verifiers:ID", lambda _, c: c.episodes.requests)
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class EpisodeConfig:
         (), "names of environment variables that commands of --rl-agent get, beside PATH, HOME and a few others"
     )
     agent_host: str = _of_agents("127.0.0.1", "address on which the gateway listens for agents")
-    agent_sampling: bool = _of_agents(
+    agent_sampling: bool = _of_requests(
         False,
         "ignore the temperature and other sampling fields of agents' requests; without it, requests that ask for other "
         "sampling than the job's get an error",
@@ -78,8 +81,8 @@ class EpisodeConfig:
     )
     tool_parser: str = _of_episodes(
         "auto",
-        "how tool calls are found in a turn: hermes (Qwen), llama3, deepseek, path/to/file.py:function, or auto (the "
-        "chat template decides)",
+        "how tool calls are found in a turn: hermes (Qwen), qwen3_coder, glm45, llama3, deepseek, "
+        "path/to/file.py:function, or auto (the chat template decides)",
     )
     environment_workers: int = _of_episodes(
         2, "processes in which an engine runs its tools and environments", unit="processes", least=1
@@ -118,5 +121,10 @@ class EpisodeConfig:
 
     @property
     def foreign(self) -> bool:
-        """Whether the environment renders its prompts itself."""
+        """Whether the environment is one of verifiers."""
         return bool(self.environment and self.environment.startswith(VERIFIERS))
+
+    @property
+    def requests(self) -> bool:
+        """Whether programs request the model's turns at the gateway."""
+        return bool(self.agent) or self.foreign

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mindspeed_rl_plugin.rows import SampleId
@@ -30,6 +30,7 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    texts: Mapping[str, str] = field(default_factory=dict, compare=False)  # as written, where they are no JSON objects
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,6 @@ class Turn:
     """One turn of the model."""
 
     tokens: tuple[int, ...]  # sampled ids, the end token included
-    logps: tuple[float, ...]
     text: str  # for the environment and graders
     attempts: tuple[Attempt, ...] | Unread = ()  # calls, malformed ones too, in order; or `Unread`
     call: int = 0  # number of the turn in its episode
@@ -110,6 +110,20 @@ def at_most(attempts: Sequence[Attempt], most: int | None) -> tuple[Attempt, ...
     if most is None or len(attempts) <= most:
         return tuple(attempts)
     return (MalformedCall(f"at most {most} call in a turn"),)
+
+
+def as_declared(attempt: Attempt, tools: Sequence[Mapping[str, Any]]) -> Attempt:
+    """A call in which an argument is the text that was written, and no number, if its tool declares it as a string.
+    tools: JSON schemas, maybe of an agent."""
+    if isinstance(attempt, MalformedCall) or not attempt.texts:
+        return attempt
+    schema = next((tool["function"] for tool in tools if tool["function"]["name"] == attempt.name), {})
+    for key in ("parameters", "properties"):
+        schema = schema.get(key) if isinstance(schema, Mapping) else None
+    kinds = schema.items() if isinstance(schema, Mapping) else ()
+    strings = [name for name, kind in kinds if isinstance(kind, Mapping) and kind.get("type") == "string"]
+    texts = {name: attempt.texts[name] for name in strings if name in attempt.texts}
+    return replace(attempt, arguments={**attempt.arguments, **texts})
 
 
 def place(sample: SampleId) -> str:

@@ -54,7 +54,7 @@ class EpisodeKind(ResponseKind):
     ) -> None:
         self.setup, self.tools, self.check_fields = setup, tools, check_fields
         self.environments, self._apart = environments, apart
-        self.tokenizer, self.stops = setup.tokenizer, bool(setup.flags.agent)
+        self.tokenizer, self.stops = setup.tokenizer, setup.flags.requests
         self.columns = episode_columns(len(tools), setup.flags.max_turns, self.stops)
         if self.stops:
             self.limited = (*self.limited, "paths")
@@ -184,7 +184,7 @@ def _started(setup: EpisodeSetup, tokenizer: Any) -> Environments:
                 f"--rl-max-turns 1 with tools ({', '.join(tool_names(environments.tools))}): the model would never "
                 "see a result; give 2 or more"
             )
-        if environments.tools or (setup.flags.agent and setup.flags.tool_parser != "auto"):
+        if environments.tools or (setup.flags.requests and setup.flags.tool_parser != "auto"):
             make_parser(setup.flags.tool_parser, tokenizer)
     except ValueError:
         environments.close()

@@ -18,6 +18,7 @@ from mindspeed_rl_plugin.episodes.environments import (
     Reply,
     Turn,
     Unread,
+    as_declared,
     at_most,
     place,
     row_of,
@@ -132,12 +133,14 @@ class Lead:
         path.conversation.append({"role": "assistant", "content": text, "call": call})
         state.rewards[call] = 0.0
         before, cut = path.length - len(turn.tokens), turn.finish != "stop"
-        return Turn(turn.tokens, turn.logps, text, (), call, before, cut)
+        return Turn(turn.tokens, text, (), call, before, cut)
 
     def _attempts(self, format: RawFormat, tokens: Sequence[int]) -> tuple[Attempt, ...] | Unread:
         """Attempts at calls in a complete turn."""
         text, most = format.raw_text(tokens), format.most_calls
-        return Unread(text, most) if self.parse is None else at_most(self.parse(text), most)
+        if self.parse is None:
+            return Unread(text, most)
+        return at_most([as_declared(attempt, format.tools) for attempt in self.parse(text)], most)
 
     def _take(self, plan: Plan, state: EpisodeState, reply: Reply) -> None:
         self._count(state, reply)

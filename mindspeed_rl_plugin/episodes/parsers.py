@@ -1,4 +1,4 @@
-"""Parsers of the calls in a turn, for the formats of Hermes and Qwen, of Llama 3, and of DeepSeek.
+"""Parsers of the calls in a turn, for the formats of Hermes and Qwen, Qwen3-Coder, GLM-4.5, Llama 3, and DeepSeek.
 
 A call that cannot be parsed becomes a `MalformedCall`, and the other calls of the turn are still read. Calls in a
 `<think>` block are ignored, even if the prompt has begun the block; but `llama3` always reads a call at the start of a
@@ -25,6 +25,7 @@ Parser = Callable[[str], Sequence[Attempt]]
 NO_JSON = MalformedCall("the call is not valid JSON")
 NO_CALL = MalformedCall('a call is a JSON object with "name", a string, and its arguments, an object')
 NOT_CLOSED = MalformedCall("the call is not closed")
+NO_LIST = MalformedCall("a call is a name, and each argument between its tags")
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Tagged:
     tags: tuple[str, str]  # before and after a call
     # Patterns of the text between the first tag and the JSON of a call, and from the JSON to the end of the second tag.
     # If the first pattern has a group, it is the call's name, and the JSON has the arguments; else the JSON has both.
-    forms: tuple[tuple[str, str], ...]
+    forms: tuple[tuple[str, ...], ...]
     needs: tuple[str, ...] = ()  # tokens that the tokenizer must have
 
     def __call__(self, text: str) -> list[Attempt]:
@@ -59,13 +60,55 @@ class Tagged:
             value, end = _json(text, head.end()) if head else (None, 0)
             if head and end and (tail := re.compile(behind).match(text, end)):
                 return _call({"name": head[1], "arguments": value} if head.groups() else value), tail.end()
+        return self._malformed(text, at, NO_JSON)
+
+    def _malformed(self, text: str, at: int, why: MalformedCall) -> tuple[Attempt, int]:
         begin, end = (text.find(tag, at) for tag in self.tags)
         if end < 0 or 0 <= begin < end:
             return NOT_CLOSED, begin if begin >= 0 else len(text)
-        return NO_JSON, end + len(self.tags[1])
+        return why, end + len(self.tags[1])
+
+
+class Listed(Tagged):
+    """A parser of calls whose arguments stand between tags, as JSON or as other text. The one form has the patterns of
+    the name, of an argument (name and value), and of what is behind the arguments."""
+
+    def _read(self, text: str, at: int) -> tuple[Attempt, int]:
+        head, argument, tail = (re.compile(pattern, re.DOTALL) for pattern in self.forms[0])
+        found, texts = head.match(text, at), dict[str, str]()
+        name, end = (found[1], found.end()) if found else ("", at)
+        while name and (found := argument.match(text, end)):
+            texts[found[1]], end = found[2], found.end()
+        if not name or not (found := tail.match(text, end)):
+            return self._malformed(text, at, NO_LIST)
+        values = {key: (value, *_json(value, 0)) for key, value in texts.items()}
+        arguments = {key: made if end == len(value) > 0 else value for key, (value, made, end) in values.items()}
+        return ToolCall(name, arguments, texts), found.end()
 
 
 HERMES = Tagged(("<tool_call>", "</tool_call>"), ((r"\s*", r"\s*</tool_call>"),))
+_CALLED = r"\s*([\w.-]+)\s*"
+_WRITTEN_VALUE = r"((?:(?!<tool_call>).)*?)"  # an argument that is not closed does not reach into the next call
+QWEN3_CODER = Listed(
+    HERMES.tags,
+    (
+        (
+            rf"\s*<function={_CALLED}>\s*",
+            rf"<parameter=([^>\n]+)>\n?{_WRITTEN_VALUE}\n?</parameter>\s*(?=<parameter=|</function>)",
+            r"</function>\s*</tool_call>",
+        ),
+    ),
+)
+GLM45 = Listed(
+    HERMES.tags,
+    (
+        (
+            _CALLED,
+            rf"<arg_key>([^<]*)</arg_key>\s*<arg_value>{_WRITTEN_VALUE}</arg_value>\s*(?=<arg_key>|</tool_call>)",
+            "</tool_call>",
+        ),
+    ),
+)
 DEEPSEEK = Tagged(
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     (
@@ -108,7 +151,13 @@ def before_calls(text: str) -> str:
     return text[: found.start()] if found else text[: start + len("/think>") if start else 0]
 
 
-PARSERS: dict[str, Parser] = {"hermes": HERMES, "llama3": llama3, "deepseek": DEEPSEEK}
+PARSERS: dict[str, Parser] = {
+    "hermes": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "glm45": GLM45,
+    "llama3": llama3,
+    "deepseek": DEEPSEEK,
+}
 KNOWN = ", ".join(PARSERS) + " or path/to/file.py:function"
 
 

@@ -18,16 +18,15 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.agent_lead import AgentLead, ForkLimits
-from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
+from mindspeed_rl_plugin.episodes.agents import AGENTS_PROGRAM, AgentEnvironments
 from mindspeed_rl_plugin.episodes.chat import AgentFormats, RawFormat, make_format
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.environments import Environments, EpisodeError
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.episodes.parsers import is_own, make_parser
-from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments
-from mindspeed_rl_plugin.gateway.agent_messages import JobSampling
-from mindspeed_rl_plugin.gateway.agent_process import AgentSetup
+from mindspeed_rl_plugin.episodes.verifiers_bridge import MAX_ROLLOUTS, check_rows, verifiers_program
+from mindspeed_rl_plugin.gateway.agent_messages import AgentSetup, JobSampling
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT, locate
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ class EpisodeSetup:
         rollout, rewarded = config.rollout, ENVIRONMENT in {text.partition("=")[0] for text in config.graders}
         more = {"sampling": (rollout.temperature, rollout.top_p, rollout.top_k), "rewarded": rewarded, **trust}
         more["no_stops"] = config.schedule.going_on
-        if flags.agent:
+        if flags.requests:
             more["forks"] = _forks(config)
         return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **more)
 
@@ -91,19 +90,8 @@ class EpisodeSetup:
         """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""
         flags = self.flags
         name_to_users("RUN", self.run)
-        if flags.agent:
+        if flags.requests:
             return self._agents()
-        if flags.foreign:
-            return VerifiersEnvironments(
-                flags.environment.removeprefix(VERIFIERS),
-                flags.environment_python,
-                self.tokenizer,
-                flags.environment_workers,
-                flags.environment_timeout,
-                self.wait,
-                trust_remote_code=self.trust_remote_code,
-                **({"together": None} if flags.environment_lockstep else {}),
-            )
         return EnvironmentPool(
             flags.tools,
             flags.environment,
@@ -114,13 +102,20 @@ class EpisodeSetup:
         )
 
     def _agents(self) -> AgentEnvironments:
-        flags = self.flags
-        try:
-            place = locate(flags.agent, "--rl-agent", "function") if FUNCTION.fullmatch(flags.agent) else None
-        except ValueError as error:
-            raise EpisodeError(str(error)) from None
+        flags, place, program = self.flags, None, AGENTS_PROGRAM
+        if flags.foreign:
+            agent, loads, together = flags.environment.removeprefix(VERIFIERS), flags.environment, MAX_ROLLOUTS
+            program = verifiers_program(flags.environment_python)
+        else:
+            agent, loads = flags.agent, f"--rl-agent {flags.agent}"
+            together = -(-flags.agent_processes // flags.environment_workers)
+        if not flags.foreign and FUNCTION.fullmatch(agent):
+            try:
+                place, together = locate(agent, "--rl-agent", "function"), None
+            except ValueError as error:
+                raise EpisodeError(str(error)) from None
         setup = AgentSetup(
-            flags.agent,
+            agent,
             place,
             flags.agent_host,
             JobSampling(*self.sampling, flags.agent_sampling, self.no_stops),
@@ -128,10 +123,11 @@ class EpisodeSetup:
             flags.agent_memory,
             self.rewarded,
         )
-        together = (
-            None if place or flags.environment_lockstep else -(-flags.agent_processes // flags.environment_workers)
-        )
-        return AgentEnvironments(setup, flags.environment_workers, flags.environment_timeout, self.wait, together)
+        limits = flags.environment_timeout, self.wait, None if flags.environment_lockstep else together
+        made = AgentEnvironments(program, setup, loads, flags.environment_workers, *limits, forgives=not flags.foreign)
+        if flags.foreign:
+            made.check_fields = check_rows
+        return made
 
     def format(self, tokenizer: PreTrainedTokenizerBase, environments: Environments) -> RawFormat:
         """The format that encodes messages. Raises ValueError for a tokenizer or a template that does not fit."""
@@ -153,7 +149,7 @@ class EpisodeSetup:
         )
         if engine.leader:
             form = self.format(tokenizer, environments)
-            if flags.agent:
+            if flags.requests:
                 formats = AgentFormats(tokenizer, functools.cache(lambda: make_parser(flags.tool_parser, tokenizer)))
                 lead = AgentLead(limits, form, formats, environments, self.forks)
             else:
@@ -162,7 +158,7 @@ class EpisodeSetup:
         elif environments is not None:
             environments.close()
         begins = bool(flags.environment or flags.agent)
-        return EpisodeEngine(engine, longest, begins, lead, peers, bool(flags.agent), flags.agent_branches == "last")
+        return EpisodeEngine(engine, longest, begins, lead, peers, flags.requests, flags.agent_branches == "last")
 
 
 def _forks(config: RLConfig) -> ForkLimits:

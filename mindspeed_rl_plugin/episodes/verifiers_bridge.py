@@ -1,70 +1,35 @@
-"""Environments of verifiers: its own loop runs each rollout, in the processes of `verifiers_worker`."""
+"""The processes for environments of verifiers, which are agents in an interpreter of their own."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Set
-from typing import Any
 
 from mindspeed_rl_plugin.config.episode_flags import VERIFIERS
-from mindspeed_rl_plugin.episodes.environments import EpisodeError, Turn
-from mindspeed_rl_plugin.episodes.rollout_bridge import END_SECONDS, RolloutEnvironments, RolloutReport
-from mindspeed_rl_plugin.episodes.verifiers_load import ROW
-from mindspeed_rl_plugin.rows import SampleId
+from mindspeed_rl_plugin.episodes.agents import AGENTS_PROGRAM
+from mindspeed_rl_plugin.gateway.verifiers_load import ROW
 from mindspeed_rl_plugin.workers.process import Program
 
 MAX_ROLLOUTS = 64  # most rollouts of a process at a time in training; an evaluation in between may add as many
 
 
-class VerifiersEnvironments(RolloutEnvironments):
-    """environment: the text after `verifiers:`. python: interpreter that has verifiers, None for this one. tokenizer:
-    path of the prompts' tokenizer. together: see `RolloutEnvironments`; None for lockstep.
-
-    Rows have the field `verifiers`, as `python -m mindspeed_rl_plugin tasks` writes them. Raises ValueError for an
-    invalid interpreter.
-    """
-
-    def __init__(
-        self,
-        environment: str,
-        python: str | None,
-        tokenizer: str,
-        workers: int,
-        timeout: float,
-        wait: float,
-        together: int | None = MAX_ROLLOUTS,
-        trust_remote_code: bool = False,
-    ) -> None:
-        program = rollouts_program(interpreter(python))
-        setup = (environment, tokenizer, trust_remote_code)
-        super().__init__(program, setup, VERIFIERS + environment, workers, timeout, wait, together)
-
-    def finish(self, episode: SampleId, cut: Turn | None = None) -> None:
-        """See `Environments`. cut: the turn that a limit has cut, for verifiers to score."""
-        self._answer(episode, "finish", cut and self._spoken(cut))
-
-    @staticmethod
-    def check_fields(rows: Mapping[str, Set[str]]) -> None:
-        for where, fields in rows.items():
-            if ROW not in fields:
-                raise ValueError(
-                    f"--rl-environment {VERIFIERS}: {where} has no field {ROW!r}; make the data with "
-                    f"`python -m mindspeed_rl_plugin tasks {VERIFIERS}ID --out FILE.jsonl`"
-                )
-
-    def _data(self, episode: SampleId, task: Mapping[str, Any]) -> tuple[Any, ...]:
-        return (task["record"][ROW],)
-
-    def _spoken(self, turn: Turn) -> tuple[Any, ...]:
-        return turn.tokens, turn.logps
+def verifiers_program(python: str | None) -> Program:
+    """What the processes run. python: --rl-environment-python. Raises ValueError for an invalid interpreter."""
+    main = "mindspeed_rl_plugin.gateway.verifiers_process:main"
+    return dataclasses.replace(AGENTS_PROGRAM, main=main, who="a verifiers process", python=interpreter(python))
 
 
-def rollouts_program(python: str | None) -> Program:
-    """The program of the processes. python: as `interpreter` returns it."""
-    main = "mindspeed_rl_plugin.episodes.verifiers_worker:main"
-    return Program(main, str | None, RolloutReport, "a verifiers process", EpisodeError, python, END_SECONDS)
+def check_rows(rows: Mapping[str, Set[str]]) -> None:
+    """`Environments.check_fields`: rows are those that `python -m mindspeed_rl_plugin tasks` writes."""
+    for where, fields in rows.items():
+        if ROW not in fields:
+            raise ValueError(
+                f"--rl-environment {VERIFIERS}: {where} has no field {ROW!r}; make the data with "
+                f"`python -m mindspeed_rl_plugin tasks {VERIFIERS}ID --out FILE.jsonl`"
+            )
 
 
 def interpreter(python: str | None) -> str | None:

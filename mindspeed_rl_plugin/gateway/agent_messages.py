@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 AT_A_LIMIT, FORKED, INVALID = "context_length_exceeded", "history_differs", "invalid_request"  # codes of errors
 CanonicalMessage = Mapping[str, Any]
+CLEAN_UP_SECONDS = 10.0  # for agents to end after the parent has closed the lifeline or ended
 MAX_DEPTH = 64  # of JSON that agents send
 MAX_ANSWERS = 16  # to one request
 
@@ -58,6 +59,18 @@ class JobSampling(NamedTuple):
     top_k: int  # 0: all tokens
     replaces: bool  # --rl-agent-sampling: the sampling that requests ask for is ignored
     no_stops: str  # the flag with which stop texts would not be found; "": they are
+
+
+class AgentSetup(NamedTuple):
+    """What an agents' process needs of the flags."""
+
+    agent: str  # a command, a function's place, or an environment of verifiers
+    place: tuple[str, str] | None  # file and name of a function; None: no function
+    host: str
+    sampling: JobSampling
+    variables: tuple[str, ...]  # names of further environment variables of commands
+    memory: float  # most memory of a command and its children [GiB]
+    rewarded: bool  # whether an agent must give a reward
 
 
 @dataclass(frozen=True)

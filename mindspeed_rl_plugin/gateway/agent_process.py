@@ -17,37 +17,27 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
+from typing import Any
 
 from mindspeed_rl_plugin.environment import NO_PROXY, reach_directly, users_variables
-from mindspeed_rl_plugin.gateway.agent_messages import JobSampling
+from mindspeed_rl_plugin.gateway.agent_messages import CLEAN_UP_SECONDS, AgentSetup
 from mindspeed_rl_plugin.gateway.command import AgentFailed, run_command
 from mindspeed_rl_plugin.gateway.conversation import Conversation
 from mindspeed_rl_plugin.gateway.endpoints import Gateway
-from mindspeed_rl_plugin.workers.child import Parent, describe, exchange
+from mindspeed_rl_plugin.workers.child import Parent, describe, exchange, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
-CLEAN_UP_SECONDS = 10.0  # for agents to end after the parent has closed the lifeline or ended
 MAX_NOTES = 100  # lines about what is ignored of agents' requests
 CALL_ARGUMENTS = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
 
 
-class AgentSetup(NamedTuple):
-    """What the process needs of the flags."""
-
-    agent: str  # a command, or a function's place
-    place: tuple[str, str] | None  # file and name of a function; None: a command
-    host: str
-    sampling: JobSampling
-    variables: tuple[str, ...]  # names of further environment variables of commands
-    memory: float  # most memory of a command and its children [GiB]
-    rewarded: bool  # whether an agent must give a reward
-
-
 class Agents:
     """The running agents. listener: of the gateway; say: sends a report to the parent."""
+
+    gateway_kind = Gateway
+    forgives = True  # whether an agent that fails after it was told of a limit is graded
 
     def __init__(
         self,
@@ -57,7 +47,7 @@ class Agents:
         say: Callable[[Any], None],
     ) -> None:
         self._setup, self._function, self._say = setup, function, say
-        self.gateway = Gateway(setup.host, listener, setup.sampling, self._note)
+        self.gateway = self.gateway_kind(setup.host, listener, setup.sampling, self._note)
         self._running: dict[int, tuple[asyncio.Task, Conversation]] = {}
         self._noted: set[str] = set()
 
@@ -111,7 +101,9 @@ class Agents:
             conversation.tell(ended=True, heard=conversation.heard)
         except Exception as error:  # noqa: BLE001 - whatever an agent raises is reported
             failure = str(error) if isinstance(error, AgentFailed) else describe(error)
-            if conversation.limited and conversation.heard:  # an agent may fail at the error for a limit
+            if (
+                self.forgives and conversation.limited and conversation.heard
+            ):  # an agent may fail at the error for a limit
                 conversation.tell(done=True, heard=conversation.heard)
             else:
                 conversation.tell(failure=failure, heard=conversation.heard)
@@ -169,25 +161,40 @@ def main(connection: int, lifeline: int) -> None:
     keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
     setup: AgentSetup = parent.receive()
+    listener = listen(parent, setup)
+    function = setup.place and parent.load(f"--rl-agent {setup.agent}: ", _function, *setup.place)
+    asyncio.run(serve(parent, lambda say: Agents(setup, function, listener, say)))
+
+
+def listen(parent: Parent, setup: AgentSetup) -> socket.socket:
+    """The listener of the gateway, which clients in this process reach without a proxy."""
     reach_directly(setup.host)
     where = f"--rl-agent-host {setup.host}, which must be an IPv4 address of this machine: "
-    listener = parent.load(where, socket.create_server, (setup.host, 0))
-    function = setup.place and parent.load(f"--rl-agent {setup.agent}: ", _function, *setup.place)
-    asyncio.run(_serve(parent, setup, function, listener))
+    return parent.load(where, socket.create_server, (setup.host, 0))
 
 
-async def _serve(
-    parent: Parent, setup: AgentSetup, function: Callable[..., Any] | None, listener: socket.socket
+async def serve(
+    parent: Parent,
+    make: Callable[[Callable[[Any], None]], Agents],
+    resources: AbstractAsyncContextManager[Any] | None = None,
 ) -> None:
+    """Run agents until the parent closes the connection. make: the agents, from the function that sends reports;
+    resources: what they use. If it cannot be made, the parent is told why."""
     out, stop = queue.SimpleQueue[Any](), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    agents = Agents(setup, function, listener, out.put)
-    serving = asyncio.create_task(agents.gateway.serve())
-    parent.send(("", None))
-    exchange(parent, agents, out, stop)
-    await stop.wait()
-    await agents.close()
-    serving.cancel()
+    agents = make(out.put)
+    async with AsyncExitStack() as stack:
+        try:
+            await stack.enter_async_context(resources or nullcontext())
+        except Exception as error:  # noqa: BLE001 - whatever a user's code raises is reported
+            parent.send((None, why_not_loaded(describe(error))))
+            return
+        serving = asyncio.create_task(agents.gateway.serve())
+        parent.send(("", None))
+        exchange(parent, agents, out, stop)
+        await stop.wait()
+        await agents.close()
+        serving.cancel()
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:

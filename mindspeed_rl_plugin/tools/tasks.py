@@ -66,7 +66,7 @@ def write(environment: str, python: str | None, path: str, most: int | None) -> 
 def rows(environment: str, python: str | None, most: int | None) -> Iterator[dict[str, Any]]:
     """Rows to write to the data file, from a process of the Python in which verifiers is installed. Raises ValueError
     for an environment that cannot be used."""
-    main = "mindspeed_rl_plugin.episodes.verifiers_load:main"
+    main = "mindspeed_rl_plugin.gateway.verifiers_load:main"
     then = tuple[list[dict[str, Any]] | None, str | None]
     program = Program(main, str | None, then, "verifiers' process", ValueError, interpreter(python))
     worker, end = Worker(program, (environment, most), environment), time.monotonic() + LOAD_SECONDS

@@ -69,6 +69,7 @@ class Format:
     """A token is a letter."""
 
     most_calls: int | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], said: int = 0) -> list[int]:
         return [ord(letter) for message in messages for letter in message["content"]]

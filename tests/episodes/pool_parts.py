@@ -35,12 +35,12 @@ def task(**record) -> dict:
 
 
 def turn(text: str, *attempts) -> Turn:
-    return Turn((1,), (0.0,), text, attempts)
+    return Turn((1,), text, attempts)
 
 
 def unread(text: str, most: int | None = None, said: str = "said") -> Turn:
     """A turn whose calls a user's parser finds. said: as an environment sees it."""
-    return Turn((1,), (0.0,), said, Unread(text, most))
+    return Turn((1,), said, Unread(text, most))
 
 
 def call(name: str, **arguments) -> ToolCall:

@@ -1,4 +1,4 @@
-"""What verifiers' process is to its bridge, without verifiers: rollouts follow a script that their data holds.
+"""What an agents' process is to its bridge, without agents: rollouts follow a script that their row holds.
 
 The first message of the script is said when the rollout begins, each further one upon a turn of the model.
 """
@@ -13,27 +13,27 @@ from mindspeed_rl_plugin.workers.keeper import keep
 def main(connection, lifeline):
     keep(connection, lifeline, 1.0)
     parent = Parent(connection, None)
-    environment, _, _ = parent.receive()
-    parent.send((None, "there is no such environment") if environment == "unknown" else ("0.4.0", None))
-    scripts = {}
+    parent.send((None, "there is no such environment") if parent.receive() == "unknown" else ("", None))
+    scripts, heard = {}, {}
     while True:
         call, number, *arguments = parent.receive()
         if call == "begin":
-            scripts[number] = arguments[0]
+            scripts[number] = arguments[0]["script"]
         if call == "end":
             if scripts[number] != ["stuck"]:
-                parent.send({"number": number, "seconds": 0.0, "ended": True})
+                parent.send({"number": number, "seconds": 0.0, "ended": True, "heard": heard.get(number, [])})
             continue
+        if call == "act":
+            heard.setdefault(number, []).append(arguments[0])
         script = scripts[number]
         line = script.pop(0) if script and script != ["stuck"] else "silence"
         if line == "die":
             os._exit(3)
         if line == "silence":
             continue
-        if line == "score":
-            line = {"done": True, "reward": len(arguments[0][0]) if arguments[0] else -1.0}
         if line == "echo":
-            line = {"prompt": [len(call), *arguments[0]], "messages": [{"role": "user", "content": str(arguments[1:])}]}
+            said = {"role": "user", "content": str([call, *arguments])}
+            line = {"request": {"calls": [9], "messages": [said]}}
         for one in line if isinstance(line, list) else [line]:
             time.sleep(one.pop("sleep", 0))
             parent.send({"number": number, "seconds": 0.25, **one})

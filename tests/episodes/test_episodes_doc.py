@@ -35,7 +35,7 @@ def shown(tmp_path):
 
 
 def spoken(text: str, *calls: ToolCall) -> Turn:
-    return Turn((1,), (0.0,), text, calls)
+    return Turn((1,), text, calls)
 
 
 def flags_of(environment: str | None) -> RLConfig:

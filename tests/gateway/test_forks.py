@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import response_request
 from mindspeed_rl_plugin.episodes.agent_lead import AgentLead, ForkLimits
-from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
+from mindspeed_rl_plugin.episodes.agents import AgentEnvironments, RolloutReport
 from mindspeed_rl_plugin.episodes.chat import AgentFormats, make_format
 from mindspeed_rl_plugin.episodes.environments import Reply
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits
-from mindspeed_rl_plugin.episodes.rollout_bridge import RolloutReport
 from mindspeed_rl_plugin.forward.fragments import row_sizes
 from mindspeed_rl_plugin.gateway.agent_messages import RefusedRequest, TurnRequest
 from mindspeed_rl_plugin.gateway.conversation import Conversation

@@ -45,7 +45,7 @@ def tokenizer(tmp_path_factory):
 def made(monkeypatch):
     """What has processes. It is closed, and the job's variables are forgotten."""
     made, before = [], dict(os.environ)
-    for module, name in ((setup, "EnvironmentPool"), (setup, "VerifiersEnvironments"), (read_inputs, "RewardPool")):
+    for module, name in ((setup, "EnvironmentPool"), (setup, "AgentEnvironments"), (read_inputs, "RewardPool")):
         make = getattr(module, name)
         noted = lambda *words, make=make, **named: made.append(make(*words, **named)) or made[-1]  # noqa: E731
         monkeypatch.setattr(module, name, noted)

@@ -80,6 +80,7 @@ READ_BY = {
     "--rl-tools, --rl-environment or --rl-agent": {"tools": ("a.py:f",)},
     "--rl-agent": {"agent": "a.py:f"},
     "--rl-agent with a command": {"agent": "bash"},
+    "--rl-agent or --rl-environment verifiers:ID": {"environment": "verifiers:x"},
 }
 
 

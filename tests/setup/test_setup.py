@@ -25,10 +25,10 @@ case "$1" in
         printf '#!/bin/sh\\n' > .venv/bin/uv; chmod +x .venv/bin/uv ;;
 esac
 """
-# Not in this environment; the second row: in the interpreter of `episodes.verifiers_worker`.
+# Not in this environment; the last one: in the interpreter of `gateway.verifiers_process`.
 ON_A_MACHINE = (
     *("mindspeed", "mindspeed_llm", "torch_npu", "vllm_ascend"),
-    *("verifiers", "renderers", "aiohttp"),
+    "verifiers",
 )
 
 

@@ -1,5 +1,5 @@
-"""The bridge's bookkeeping, over a process that follows a script (stub_rollouts.py). Over verifiers itself it is tested
-in test_verifiers.py."""
+"""The bookkeeping of agents, over a process that follows a script (stub_rollouts.py). Over agents it is tested in
+tests/gateway, over verifiers in test_verifiers.py."""
 
 import os
 import time
@@ -9,27 +9,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mindspeed_rl_plugin.episodes import rollout_bridge, verifiers_bridge
-from mindspeed_rl_plugin.episodes.environments import EpisodeError, Reply, Turn
-from mindspeed_rl_plugin.episodes.verifiers_bridge import VerifiersEnvironments, interpreter
+from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
+from mindspeed_rl_plugin.episodes import agents
+from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
+from mindspeed_rl_plugin.episodes.environments import AgentRequest, EpisodeError, Reply, Turn
+from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
+from mindspeed_rl_plugin.episodes.verifiers_bridge import interpreter, verifiers_program
 from mindspeed_rl_plugin.rows import SampleId
 
 ONE, TWO, THREE = (SampleId(0, 0, member) for member in range(3))
 EVALUATED = SampleId(-1, 0, 0)
-ASKS, DONE, ENDED = {"prompt": [1, 2]}, {"done": True, "reward": 0.5}, {"ended": True}
-SPOKEN = Turn((7, 8), (-0.5, -0.25), "")
+MESSAGES = [{"role": "user", "content": "?"}]
+ASKS, DONE, ENDED = {"request": {"calls": [0], "messages": MESSAGES}}, {"done": True, "reward": 0.5}, {"ended": True}
+SPOKEN, ASKED = Turn((7, 8), "ab", before=3), AgentRequest([0], MESSAGES)
 
 
 @pytest.fixture
 def made(monkeypatch):
     """Makes the environments; closes them."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    program = replace(verifiers_bridge.rollouts_program(None), main="stub_rollouts:main", patience=3.0)
-    monkeypatch.setattr(verifiers_bridge, "rollouts_program", lambda python: program)
+    program = replace(verifiers_program(None), main="stub_rollouts:main", patience=3.0)
     all_made = []
 
-    def make(environment="any", workers=1, timeout=30.0, wait=600.0, **more):
-        all_made.append(VerifiersEnvironments(environment, None, "tokenizer", workers, timeout, wait, **more))
+    def make(setup="any", timeout=30.0, together=64, workers=1, **more):
+        all_made.append(AgentEnvironments(program, setup, "it", workers, timeout, 600.0, together, **more))
         return all_made[-1]
 
     yield make
@@ -40,7 +43,7 @@ def made(monkeypatch):
 def begin(environments, **scripts):
     """Episodes by name, each with its script."""
     for name, script in scripts.items():
-        environments.begin(globals()[name], {"record": {"verifiers": script}}, 0)
+        environments.begin(globals()[name], {"prompt": "", "answer": "", "record": {"script": script}}, 0)
 
 
 def replies(environments, count, seconds=20.0):
@@ -56,40 +59,49 @@ def test_a_rollout_asks_is_answered_and_is_over(made):
     environments = made()
     begin(environments, ONE=[ASKS, DONE])
     assert environments.pending
-    assert replies(environments, 1) == {ONE: Reply(ONE, [], (1, 2), seconds=0.25)}
+    assert replies(environments, 1) == {ONE: Reply(ONE, request=ASKED, seconds=0.25)}
     assert not environments.pending and environments.answered == 2, "it has loaded, and asked"
     environments.act(ONE, SPOKEN)
     assert environments.pending
-    assert replies(environments, 1) == {ONE: Reply(ONE, [], None, reward=0.5, done=True, seconds=0.25)}
+    assert replies(environments, 1) == {ONE: Reply(ONE, reward=0.5, done=True, seconds=0.25)}
     assert not environments.pending and environments.poll(0.0) == []
 
 
-def test_tokens_and_log_probs_reach_the_rollout_as_they_are(made):
+def test_a_turn_reaches_the_rollout_as_it_is(made):
     environments = made()
     begin(environments, ONE=[ASKS, "echo"])
     replies(environments, 1)
     environments.act(ONE, SPOKEN)
-    reply = replies(environments, 1)[ONE]
-    assert reply.prompt == (len("act"), 7, 8)
-    assert reply.messages == [{"role": "user", "content": "[(-0.5, -0.25)]"}]
+    assert replies(environments, 1)[ONE].request.messages[0]["content"] == "['act', 0, 'ab', [], (3, 2, False)]"
 
 
-@pytest.mark.parametrize("cut, reward", [(None, -1.0), (SPOKEN, 2.0)])
-def test_at_a_limit_the_rollout_is_told_what_was_cut_and_says_its_reward(made, cut, reward):
-    environments = made()
-    begin(environments, ONE=[ASKS, "score"])
+def test_several_requests_wait_and_the_agents_time_begins_when_all_are_answered(made):
+    environments = made(timeout=0.5)
+    begin(environments, ONE=[{"request": {"calls": [0, 1], "messages": MESSAGES}}, "silence", "silence"])
     replies(environments, 1)
-    environments.finish(ONE, cut)
-    reply = replies(environments, 1)[ONE]
-    assert reply.done and reply.reward == reward
+    environments.act(ONE, SPOKEN)
+    assert environments.poll(0.8) == [] and not environments.pending
+    environments.refuse(ONE, [1], "no", "code")
+    assert environments.pending and replies(environments, 1)[ONE].finish == "time"
 
 
 def test_a_rollout_that_takes_too_long_fails_and_holds_its_place_until_it_has_stopped(made):
     environments = made(timeout=0.5, together=1)
     begin(environments, ONE=["silence"], TWO=[ASKS])
     found = replies(environments, 2)
-    assert found[ONE].failure == "ran longer than 0.5 s (--rl-environment-timeout)"
-    assert found[TWO].prompt == (1, 2)
+    assert found[ONE].failure == "made no request within 0.5 s (--rl-environment-timeout)"
+    assert found[TWO].request == ASKED
+
+
+@pytest.mark.parametrize("forgives", [True, False])
+def test_a_late_rollout_that_had_a_turn_is_graded_or_fails(made, forgives):
+    environments = made(timeout=0.5, forgives=forgives)
+    begin(environments, ONE=[ASKS, "silence"])
+    replies(environments, 1)
+    environments.act(ONE, SPOKEN)
+    reply = replies(environments, 1)[ONE]
+    assert (reply.done, reply.finish) == ((True, "time") if forgives else (False, None))
+    assert (reply.failure is None) == forgives
 
 
 def test_the_time_of_the_engine_is_not_the_environments(made):
@@ -121,15 +133,12 @@ def test_an_evaluation_between_two_parts_of_a_rollout_has_places_of_its_own(made
 
 
 def test_where_a_rollout_cannot_be_stopped_its_process_is_killed_and_the_next_one_begins_in_another(made, monkeypatch):
-    monkeypatch.setattr(rollout_bridge, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(agents, "STOP_SECONDS", 0.3)
     environments = made(timeout=0.5, together=2)
     begin(environments, ONE=["stuck"], TWO=[ASKS, DONE], THREE=[ASKS, DONE])
     found = replies(environments, 3)
-    assert "ran longer than 0.5 s" in found[ONE].failure and found[TWO].prompt == found[THREE].prompt == (1, 2)
-    environments.act(TWO, SPOKEN)
-    assert replies(environments, 1)[TWO].failure == (
-        "was in a verifiers process that was killed, because one of its rollouts did not stop"
-    )
+    assert "within 0.5 s" in found[ONE].failure and found[THREE].request == ASKED
+    assert found[TWO].failure == "was in a verifiers process that was killed, because one of its rollouts did not stop"
     environments.act(THREE, SPOKEN)
     assert replies(environments, 1)[THREE].done
 
@@ -139,21 +148,10 @@ def test_a_process_that_dies_takes_the_rollouts_that_have_begun_with_it_and_no_o
     begin(environments, ONE=[ASKS, "die"], TWO=[ASKS], THREE=[ASKS, DONE])
     assert set(replies(environments, 2)) == {ONE, TWO}
     environments.act(ONE, SPOKEN)
-    found = replies(environments, 2)
+    found = replies(environments, 3)
     assert found[ONE].failure == "was in a verifiers process whose code ended its process, which exited with code 3"
-    assert found[THREE].prompt == (1, 2)
-    environments.finish(TWO)  # which the engine still sampled then
-    assert replies(environments, 1)[TWO].failure == found[ONE].failure
-
-
-def test_what_a_rollout_says_while_the_model_speaks_is_told_when_the_turn_comes(made):
-    environments = made()
-    begin(environments, ONE=[[ASKS, DONE]])
-    assert replies(environments, 1)[ONE].prompt == (1, 2)
-    time.sleep(0.3)
-    assert environments.poll(0.0) == [] and not environments.pending
-    environments.act(ONE, SPOKEN)
-    assert environments.poll(20.0) == [Reply(ONE, [], None, reward=0.5, done=True, seconds=0.25)]
+    assert found[THREE].request == ASKED
+    assert found[TWO].failure == found[ONE].failure
 
 
 def test_of_an_episode_that_is_given_up_nothing_more_is_heard(made):
@@ -175,15 +173,17 @@ def test_a_rollout_that_is_cancelled_and_was_not_given_up_has_failed(made, scrip
     environments = made()
     begin(environments, ONE=script)
     reply = replies(environments, 1)[ONE]
-    if reply.prompt is not None:
+    if reply.request and script[0] is ASKS:
         environments.act(ONE, SPOKEN)
+    while reply.request:
         reply = replies(environments, 1)[ONE]
-    assert reply.failure == "was cancelled by its own code" and reply.prompt is None
+    assert reply.failure == "was cancelled by its own code"
     assert not environments.pending
 
 
-def test_a_row_without_verifiers_own_field_is_refused(made):
-    environments = made()
+def test_a_row_without_verifiers_own_field_is_refused(monkeypatch):
+    monkeypatch.setattr(agents, "Worker", lambda *_: None)
+    environments = EpisodeSetup(EpisodeConfig(environment="verifiers:x"), "chat", "", 1, 1, 1.0).environments()
     environments.check_fields({"a.jsonl line 1": {"verifiers", "other"}})
     with pytest.raises(ValueError, match="b.jsonl line 2 has no field 'verifiers'; make the data with `python -m"):
         environments.check_fields({"a.jsonl line 1": {"verifiers"}, "b.jsonl line 2": {"other"}})

@@ -14,22 +14,19 @@ from mindspeed_rl_plugin.workers.child import Parent, outcome
 SUPPORTED = "0.4."
 ROWS_AT_ONCE = 256  # most rows of one answer
 ROW = "verifiers"  # field of a data row that holds the row of verifiers
-RENDERER = {"name": "custom", "import_path": "mindspeed_rl_plugin.episodes.verifiers_renderer.AppendingRenderer"}
 
 
 class Loaded(NamedTuple):
-    """The module verifiers.v1, the version of verifiers, the environment, and the settings of its renderer."""
+    """The module verifiers.v1, and the environment."""
 
     vf: Any
-    version: str
     env: Any
-    renderer: dict[str, Any]
 
 
 def load(environment: str) -> Loaded:
-    """environment: id of an installed taskset, or a file.toml with a table [env], as for `vf-eval`, and maybe a table
-    [renderer]. Raises ValueError for an environment that cannot be loaded."""
-    vf, version = _verifiers()
+    """environment: id of an installed taskset, or a file.toml with a table [env], as for `vf-eval`. Raises ValueError
+    for an environment that cannot be loaded."""
+    vf = _verifiers()
     file = {"env": {"taskset": {"id": environment}}} if not environment.endswith(".toml") else _read(environment)
     try:
         config = vf.resolve_env_config(file["env"])
@@ -38,7 +35,7 @@ def load(environment: str) -> Loaded:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         why = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
         raise ValueError(f"{environment!r} is no environment that {sys.executable} can load: {why}") from error
-    return Loaded(vf, version, env, file.get("renderer", RENDERER))
+    return Loaded(vf, env)
 
 
 def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
@@ -59,7 +56,7 @@ def main(connection: int, lifeline: int) -> None:
         parent.send(outcome(lambda: [*itertools.islice(rows, ROWS_AT_ONCE)]))
 
 
-def _verifiers() -> tuple[Any, str]:
+def _verifiers() -> Any:
     try:
         import verifiers
     except ImportError as error:
@@ -73,7 +70,7 @@ def _verifiers() -> tuple[Any, str]:
         )
     import verifiers.v1 as vf
 
-    return vf, verifiers.__version__
+    return vf
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -84,10 +81,9 @@ def _read(path: str) -> dict[str, Any]:
             tables = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    if not {"env"} <= set(tables) <= {"env", "renderer"}:
+    if set(tables) != {"env"}:
         raise ValueError(
-            f"{path} has {', '.join(sorted(tables)) or 'nothing'}; give a table [env], as for vf-eval, maybe a table "
-            "[renderer], and no others"
+            f"{path} has {', '.join(sorted(tables)) or 'nothing'}; give a table [env], as for vf-eval, and no others"
         )
     return tables
 
