@@ -69,7 +69,7 @@ def test_agents(chat, nothing_left, schedule) -> None:
     lines, conversations = chat(*AGENT, *SCHEDULES[schedule], rows=PROMPTS, lags=schedule != "sync")
     assert all(line["episode/turn_limit"] > 0 for line in lines)
     said = [[m["content"] for m in c if m["role"] == "user"] for c in conversations]
-    assert all(one[1:] == [f"[{i}]" for i in range(1, len(one))] for one in said) and max(map(len, said)) == 4
+    assert all(one[1:] == [f"[{i}]" for i in range(1, len(one))] for one in said) and max(map(len, said)) == 3
     assert len({sum(m.get("reward", 0.0) for m in c) for c in conversations}) > 1
     nothing_left()
 
