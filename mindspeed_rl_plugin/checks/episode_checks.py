@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.episode_flags import FUNCTION
 from mindspeed_rl_plugin.reward.reward_model import MODEL_PREFIX
 from mindspeed_rl_plugin.reward.specs import BUILTIN, ENVIRONMENT, SHARE_OF_WAIT
 
@@ -52,7 +51,7 @@ def notes(config: RLConfig) -> Iterator[str]:
             f"{ENVIRONMENT} to --rl-reward, or {ENVIRONMENT}=0 to only log it"
         )
     flags, schedule = config.episodes, config.schedule
-    if flags.agent and flags.environment_lockstep and not FUNCTION.fullmatch(flags.agent):
+    if flags.runs_commands and flags.environment_lockstep:
         yield "--rl-environment-lockstep: all commands of --rl-agent run at once; --rl-agent-processes is not used"
     if flags.agent and schedule.carry_unfinished and not schedule.apart:
         yield (
@@ -94,7 +93,7 @@ def _agent(config: RLConfig) -> Iterator[str]:
     except ValueError as error:
         yield f"--rl-agent {flags.agent} is no command: {error}; quote it as for a shell"
         return
-    if not FUNCTION.fullmatch(flags.agent) and not (program and shutil.which(program[0])):
+    if flags.runs_commands and not (program and shutil.which(program[0])):
         yield (
             f"--rl-agent {flags.agent}: there is no program {' '.join(program)!r} here that can be run; give a "
             "command, or path/to/file.py:function"

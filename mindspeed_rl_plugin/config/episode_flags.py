@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mindspeed_rl_plugin.config.flag import FlagReader, flag
 
+EXTERNAL = "external"  # --rl-agent of programs that the job does not start
 VERIFIERS, OPENENV = "verifiers:", "openenv:"  # prefixes of environments that are no class in a user's file
 FUNCTION = re.compile(r"\S+\.py:\w+")  # --rl-agent that is a function; anything else is a command
 _of_episodes = functools.partial(
@@ -15,9 +16,7 @@ _of_episodes = functools.partial(
 )
 _of_commands = functools.partial(
     flag,
-    reader=FlagReader(
-        "--rl-agent with a command", lambda _, c: bool(c.episodes.agent) and not FUNCTION.fullmatch(c.episodes.agent)
-    ),
+    reader=FlagReader("--rl-agent with a command", lambda _, c: c.episodes.runs_commands),
 )
 _of_agents = functools.partial(flag, reader=FlagReader("--rl-agent", lambda _, c: bool(c.episodes.agent)))
 _of_requests = functools.partial(
@@ -39,7 +38,8 @@ class EpisodeConfig:
     )
     agent: str | None = flag(
         None,
-        "agent that requests the model's turns itself: a command, or path/to/file.py:function (docs/agents.md)",
+        "agent that requests the model's turns itself: a command, path/to/file.py:function, or external: programs of "
+        "yours take episodes (docs/agents.md)",
     )
     agent_processes: int = _of_commands(
         16, "commands of --rl-agent that an engine runs at a time", unit="processes", least=1
@@ -113,6 +113,11 @@ class EpisodeConfig:
     def longest_observation(self, response: int) -> int:
         """Tokens of the longest observation. response: --rl-max-response-length."""
         return self.max_observation_length or max(response // 4, 1)
+
+    @property
+    def runs_commands(self) -> bool:
+        """Whether each episode runs a command."""
+        return bool(self.agent) and self.agent != EXTERNAL and not FUNCTION.fullmatch(self.agent)
 
     @property
     def on(self) -> bool:

@@ -105,6 +105,8 @@ class AgentLead(Lead):
         else:
             state.finish = state.finish or reply.finish
             state.reward(reply.reward)
+            for call, value in reply.rewards.items():
+                state.rewards[call] = state.rewards.get(call, 0.0) + value
             self._close(state)
 
     def _end_failed(self, state: EpisodeState) -> None:

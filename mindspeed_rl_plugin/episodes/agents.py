@@ -15,7 +15,7 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -37,6 +37,8 @@ class RolloutReport(msgspec.Struct):
     seconds: float  # since the model's last turn, or since the rollout began
     request: AgentRequest | None = None
     heard: list[int] | None = None
+    rewards: dict[int, float] = {}
+    taken: bool = False  # a program has taken it
     note: str | None = None  # a line for the user; number is -1 then
     reward: float = 0.0
     done: bool = False
@@ -63,8 +65,13 @@ class RolloutRecord:
     process: RolloutProcess | None = None  # None before it begins
     due: float | None = None  # time since which its reply is due; None: it has not begun, or waits for turns
     waits: int = 0  # for so many turns
+    offered: bool = False  # whether it waits for a program that takes it
     late: str | None = None  # why it is stopped before its end
     ending: float | None = None  # deadline to stop; None: it is not given up, and not late
+
+    @property
+    def awaited(self) -> bool:
+        return self.due is not None or self.offered or self.late is not None
 
     @property
     def evaluated(self) -> bool:
@@ -80,6 +87,10 @@ AGENTS_PROGRAM = Program(
     EpisodeError,
     patience=END_SECONDS,
 )
+
+
+EXTERNAL_PROGRAM = replace(AGENTS_PROGRAM, main="mindspeed_rl_plugin.gateway.external_agents:main")
+EXTERNAL_SHARE = 0.8  # of --rl-wait-timeout, in which a program must take an episode
 
 
 class AgentEnvironments:
@@ -107,7 +118,8 @@ class AgentEnvironments:
         together: int | None,
         forgives: bool = True,
     ) -> None:
-        self._forgives = forgives
+        self._forgives, self._offers = forgives, program is EXTERNAL_PROGRAM
+        self._most, self._taken = EXTERNAL_SHARE * wait, time.monotonic()  # when a program took the last episode
         self._timeout, self._together, self._who = timeout, math.inf if together is None else together, program.who
         self._processes = [RolloutProcess(Worker(program, setup, loads, wait)) for _ in range(workers)]
         self._numbers = itertools.count()
@@ -120,7 +132,7 @@ class AgentEnvironments:
 
     @property
     def pending(self) -> bool:
-        return bool(self._queue or self._replies or any(r.due is not None or r.late for r in self._known.values()))
+        return bool(self._queue or self._replies or any(r.awaited for r in self._known.values()))
 
     def begin(self, episode: SampleId, task: Mapping[str, Any], seed: int) -> None:
         """See `Environments`. The seed is not used: a loop of another has none."""
@@ -209,7 +221,8 @@ class AgentEnvironments:
                     break
                 load[id(process)] += 1
                 self._queue.remove(rollout)
-                rollout.process, rollout.due = process, time.monotonic()
+                rollout.process, rollout.offered = process, self._offers
+                rollout.due = None if self._offers else time.monotonic()
                 self._rollouts[rollout.number] = rollout
                 self._send(rollout, "begin", *rollout.data)
 
@@ -250,6 +263,9 @@ class AgentEnvironments:
         rollout = self._rollouts.get(report.number)
         if rollout is None:
             return
+        if report.taken:
+            rollout.offered, rollout.due = False, time.monotonic()
+            return
         failure = "was cancelled by its own code" if report.ended and rollout.ending is None else report.failure
         over = report.done or report.ended or failure is not None
         if over:
@@ -262,6 +278,7 @@ class AgentEnvironments:
             if report.request is not None:
                 rollout.waits, rollout.due = rollout.waits + len(report.request.calls), None
             done = {"reward": report.reward, "done": report.done, "heard": report.heard, "failure": failure}
+            done["rewards"] = report.rewards
             self._reply(rollout, Reply(rollout.sample, request=report.request, seconds=report.seconds, **done))
 
     def _late(self, rollout: RolloutRecord, report: RolloutReport) -> Reply:
@@ -298,6 +315,15 @@ class AgentEnvironments:
                     f"made no request within {self._timeout:g} s (--rl-environment-timeout)",
                 )
                 self._stop(rollout)
+        if not self._offers or not (waiting := [r for r in self._known.values() if r.offered]):
+            self._taken = now
+        elif any(not r.offered and r.process for r in self._known.values()):
+            self._taken = now  # somebody works
+        elif now >= self._taken + self._most:
+            raise EpisodeError(
+                f"--rl-agent external: no program has taken one of {len(waiting)} episodes for {self._most:.0f} s, "
+                f"{EXTERNAL_SHARE} of --rl-wait-timeout; start programs that POST to the address in the job's log"
+            )
         for rollout in self._rollouts.values():
             process = rollout.process
             if rollout.ending is not None and now >= rollout.ending and process.killed is None:

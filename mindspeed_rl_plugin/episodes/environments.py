@@ -95,6 +95,7 @@ class Reply:
     messages: list[ChatMessage] = field(default_factory=list)  # what the model sees next, maybe none
     request: AgentRequest | None = None  # of an agent, instead of messages
     reward: float = 0.0  # added to the reward of the last turn
+    rewards: dict[int, float] = field(default_factory=dict)  # added to those of turns, by call
     done: bool = False  # whether the episode is over
     finish: str | None = None  # why it is over, of `FINISH`; None: "stop", or the limit that it has reached
     heard: list[int] | None = None  # calls of the turns that reached an agent; others are not trained; None: all

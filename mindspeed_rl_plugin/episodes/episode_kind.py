@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.episode_flags import EXTERNAL
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, Checks, ResponseKind
 from mindspeed_rl_plugin.engine.rollout_engine import Engine, task_of
@@ -69,7 +70,8 @@ class EpisodeKind(ResponseKind):
 
     def try_once(self, meta: Mapping[str, Any], base: int, where: str) -> None:
         """See `ResponseKind`. Then closes the environments if no engine uses them."""
-        on_all_ranks(lambda: None if self.environments is None else self._begin_one(meta, base, where))
+        none = self.environments is None or self.setup.flags.agent == EXTERNAL  # nobody may have come to take it
+        on_all_ranks(lambda: None if none else self._begin_one(meta, base, where))
         if self._apart:
             self.close()
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
-from mindspeed_rl_plugin.config.episode_flags import FUNCTION, OPENENV, VERIFIERS, EpisodeConfig
+from mindspeed_rl_plugin.config.episode_flags import EXTERNAL, FUNCTION, OPENENV, VERIFIERS, EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.environment import name_to_users
 from mindspeed_rl_plugin.episodes.agent_lead import AgentLead, ForkLimits
-from mindspeed_rl_plugin.episodes.agents import AGENTS_PROGRAM, AgentEnvironments
+from mindspeed_rl_plugin.episodes.agents import AGENTS_PROGRAM, EXTERNAL_PROGRAM, AgentEnvironments
 from mindspeed_rl_plugin.episodes.chat import AgentFormats, RawFormat, make_format
 from mindspeed_rl_plugin.episodes.environment_pool import EnvironmentPool
 from mindspeed_rl_plugin.episodes.environments import Environments, EpisodeError
@@ -102,13 +102,15 @@ class EpisodeSetup:
         )
 
     def _agents(self) -> AgentEnvironments:
-        flags, place, program = self.flags, None, AGENTS_PROGRAM
+        flags, place, program, workers = self.flags, None, AGENTS_PROGRAM, self.flags.environment_workers
         if flags.foreign:
             agent, loads, together = flags.environment.removeprefix(VERIFIERS), flags.environment, MAX_ROLLOUTS
             program = verifiers_program(flags.environment_python)
         else:
             agent, loads = flags.agent, f"--rl-agent {flags.agent}"
-            together = -(-flags.agent_processes // flags.environment_workers)
+            together = -(-flags.agent_processes // workers)
+        if flags.agent == EXTERNAL:
+            program, workers, together = EXTERNAL_PROGRAM, 1, None
         if not flags.foreign and FUNCTION.fullmatch(agent):
             try:
                 place, together = locate(agent, "--rl-agent", "function"), None
@@ -124,7 +126,7 @@ class EpisodeSetup:
             self.rewarded,
         )
         limits = flags.environment_timeout, self.wait, None if flags.environment_lockstep else together
-        made = AgentEnvironments(program, setup, loads, flags.environment_workers, *limits, forgives=not flags.foreign)
+        made = AgentEnvironments(program, setup, loads, workers, *limits, forgives=not flags.foreign)
         if flags.foreign:
             made.check_fields = check_rows
         return made
@@ -174,7 +176,7 @@ def _forks(config: RLConfig) -> ForkLimits:
 def _agent(agent: str) -> str:
     """--rl-agent with absolute paths: of a function's file, or of a command's program and arguments that are files.
     Links are kept, see `_program`."""
-    if FUNCTION.fullmatch(agent):
+    if FUNCTION.fullmatch(agent) or agent == EXTERNAL:
         return _absolute(agent)
     return shlex.join(os.path.abspath(word) if os.path.isfile(word) else word for word in shlex.split(agent))
 

@@ -86,17 +86,19 @@ class Agents:
 
     async def _run(self, conversation: Conversation, row: Mapping[str, Any], episode: str) -> None:
         try:
-            run = self._call(row, conversation) if self._function else self._command(row, conversation, episode)
-            reward = await run
+            reward = await self._play(row, conversation, episode)
             if reward is not None and not self._setup.rewarded:
                 self._note("the reward that the agent gives is not graded; for this add environment to --rl-reward")
+            rewards = reward if isinstance(reward, dict) else {}
+            reward = sum(rewards.values()) if rewards else reward
             if reward is None and self._setup.rewarded and not conversation.limited:
                 raise AgentFailed("gave no reward; let it give one (docs/agents.md), or name graders in --rl-reward")
             if not math.isfinite(reward := float(reward or 0.0)):
                 raise AgentFailed(f"gave the reward {reward}, which is no finite number")
             if not conversation.heard:
                 raise AgentFailed("ended before it had a turn of the model")
-            conversation.tell(done=True, reward=reward, heard=conversation.heard)
+            whole = {"rewards": rewards} if rewards else {"reward": reward}
+            conversation.tell(done=True, heard=conversation.heard, **whole)
         except asyncio.CancelledError:
             conversation.tell(ended=True, heard=conversation.heard)
         except Exception as error:  # noqa: BLE001 - whatever an agent raises is reported
@@ -111,6 +113,11 @@ class Agents:
             self.gateway.close(conversation)
             conversation.finish("the agent has ended")
             del self._running[int(conversation.name)]
+
+    async def _play(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> Any:
+        """Run an agent. Returns its reward, None, or rewards by turn."""
+        run = self._call(row, conversation) if self._function else self._command(row, conversation, episode)
+        return await run
 
     async def _call(self, row: Mapping[str, Any], conversation: Conversation) -> Any:
         """Call the function, outside of the loop if it is no coroutine function."""

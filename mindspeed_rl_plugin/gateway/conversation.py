@@ -65,6 +65,11 @@ class Conversation:
         """Numbers of the turns that have reached the agent."""
         return [number for number, call in self._calls.items() if call.heard and call.request.trained]
 
+    def turn_of(self, response: str) -> int | None:
+        """Number of the turn of a response, by its id; None: this conversation has none."""
+        spoken = (pair for call in self._calls.values() for pair in call.spoken.items())
+        return next((n for n, turn in spoken if response.endswith((f"-{turn.mark}", f"_{turn.mark}"))), None)
+
     async def ask(self, request: TurnRequest, body: bytes, again: bool) -> PendingCall:
         """The call that a request begins, or joins, if a client sends its request again because the connection was lost
         (again: it says so). Raises RefusedRequest."""

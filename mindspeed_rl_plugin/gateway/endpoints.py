@@ -74,12 +74,15 @@ class Gateway:
         ]
         trusted = Middleware(TrustedHostMiddleware, allowed_hosts=[host, "localhost"], www_redirect=False)
         handlers = {RefusedRequest: _refused, 404: _unknown, 405: _unknown}
-        app = Starlette(routes=routes, middleware=[trusted], exception_handlers=handlers)
+        app = self._app = Starlette(routes=routes, middleware=[trusted], exception_handlers=handlers)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
         how = {"http": HastyProtocol, "ws": "none", "lifespan": "off", "log_level": "error", "access_log": False}
         self._server = uvicorn.Server(uvicorn.Config(app, limit_concurrency=most, **how))
         self._server.capture_signals = contextlib.nullcontext  # the process has handlers of its own
+
+    def add(self, *routes: Route) -> None:
+        self._app.routes.extend(routes)
 
     async def serve(self) -> None:
         await self._server.serve(sockets=[self._socket])
@@ -120,7 +123,7 @@ class Gateway:
 
     async def _read(self, api: AgentApi, request: Request) -> tuple[bytes, Any, TurnRequest]:
         """The body, as bytes and as JSON, and what it asks for. Raises RefusedRequest."""
-        raw = await _body(request)
+        raw = await read_body(request)
         try:
             body = parsed(raw)
         except ValueError as error:
@@ -132,12 +135,17 @@ class Gateway:
 
     def _known(self, request: Request) -> Conversation:
         """The conversation that the request's key opens."""
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        for key in (request.headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else ""):
+        for key in (request.headers.get("x-api-key", ""), bearer(request)):
             conversation = self._conversations.get(key.partition("-")[0])
             if conversation is not None and hmac.compare_digest(conversation.key.encode(), key.encode()):
                 return conversation
         raise RefusedRequest("this key opens no conversation; it ends with its agent", 401, "invalid_api_key")
+
+
+def bearer(request: Request) -> str:
+    """The token of the header Authorization, or an empty text."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 async def _stream(api: AgentApi, call: PendingCall, body: Any, created: int) -> AsyncIterator[str]:
@@ -158,7 +166,7 @@ async def _stream(api: AgentApi, call: PendingCall, body: Any, created: int) -> 
     yield last
 
 
-async def _body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body. Raises RefusedRequest if it is too long, or does not come."""
     body = bytearray()
 

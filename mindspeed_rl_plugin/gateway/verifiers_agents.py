@@ -75,7 +75,7 @@ class VerifiersAgents(Agents):
     gateway: TraceGateway
 
     def __init__(self, setup: AgentSetup, loaded: Loaded, listener: Any, say: Callable[[Any], None]) -> None:
-        super().__init__(setup, loaded.env.run_slot, listener, say)
+        super().__init__(setup, None, listener, say)
         self._loaded = loaded
         client = loaded.vf.EvalClientConfig(
             base_url=f"{self.gateway.url}/v1",
@@ -89,7 +89,7 @@ class VerifiersAgents(Agents):
             self.gateway.stop(self._running[number][1])
         super().refuse(number, *what)
 
-    async def _call(self, row: Mapping[str, Any], conversation: Conversation) -> float:
+    async def _play(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> float:
         """Run a rollout. Returns its reward. Raises AgentFailed."""
         loaded = self._loaded
         (slot,) = loaded.env.slots(task_of(loaded, row[ROW]))

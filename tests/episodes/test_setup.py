@@ -11,6 +11,7 @@ import pytest
 
 from mindspeed_rl_plugin import ranks
 from mindspeed_rl_plugin.config import RLConfig
+from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.episodes import episode_kind
@@ -22,7 +23,7 @@ from mindspeed_rl_plugin.loop.run import Run
 
 
 def setup_of(chat: bool = True, **flags) -> EpisodeSetup:
-    config = RLConfig(episodes=EpisodeConfig(**flags))
+    config = RLConfig(algorithm=AlgorithmConfig("grpo"), episodes=EpisodeConfig(**flags))
     data = dataclasses.replace(config.data, apply_chat_template=chat)
     return EpisodeSetup.of(dataclasses.replace(config, data=data), "tokenizer")
 
@@ -88,7 +89,7 @@ class Ranks:
         monkeypatch.setattr(ranks, "gather_all", said)
 
     def start(self, schedule: str = "sync", chat: bool = False) -> Any:
-        config = RLConfig(episodes=EpisodeConfig(environment="a.py:A"))
+        config = RLConfig(algorithm=AlgorithmConfig("grpo"), episodes=EpisodeConfig(environment="a.py:A"))
         config = dataclasses.replace(
             config,
             rollout=dataclasses.replace(config.rollout, generate_tp=2),

@@ -9,8 +9,11 @@ import re
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 from commands import until
 from engine_parts import FIELDS, told
@@ -275,6 +278,77 @@ def test_a_command_gets_a_row_and_a_place_of_its_own_and_leaves_nothing(tmp_path
 def test_a_command_that_eats_memory_is_killed(tmp_path):
     with pytest.raises(EpisodeError, match="had .* GiB with its children; the limit is --rl-agent-memory 0.5"):
         run(setup(COMMAND, agent_memory=0.5), LAST, out=str(tmp_path / "said"), does="eats")
+
+
+def external(tmp_path, play, turns, count=1, **more):
+    """Episodes that `play(client, base_url)` ends, a program that the job did not start; what it returns."""
+    made = setup("external", **{"environment_lockstep": False, **more})
+    made = dataclasses.replace(made, run=str(tmp_path), rewarded=True)
+
+    def program():
+        while not (files := [*tmp_path.glob("agents-*.json")]):
+            time.sleep(0.1)
+        until(lambda: files[0].read_text())
+        where = json.loads(files[0].read_text())
+        assert files[0].stat().st_mode & 0o777 == 0o600
+        with httpx.Client(timeout=60, headers={"Authorization": f"Bearer {where['secret']}"}) as client:
+            return play(client, where["url"])
+
+    with ThreadPoolExecutor() as pool, contextlib.closing(made.environments()) as environments:
+        said = pool.submit(program)
+        rows = played(made, environments, turns, {"name": "row"}, count)
+        result = said.result(timeout=60)
+    assert not [*tmp_path.glob("agents-*.json")]
+    return rows, result
+
+
+def asked(episode, text="What?"):
+    client = openai.OpenAI(base_url=episode["base_url"], api_key=episode["api_key"], max_retries=0)
+    return client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+
+
+def test_programs_that_the_job_did_not_start_take_episodes_and_end_them(tmp_path):
+    def play(client, url):
+        said = [client.post(f"{url}/episodes", headers={"Authorization": "Bearer guessed"}).status_code]
+        one, two = (client.post(f"{url}/episodes").json() for _ in range(2))
+        key = {"Authorization": f"Bearer {one['api_key']}"}
+        end = f"{url}/episodes/{one['id']}/end"
+        said += [client.post(end, headers=key, json={"reward": 9}).status_code]  # an agent does not grade itself
+        said += [client.post(f"{url}/v1/chat/completions", json={"messages": []}).status_code]  # nor the secret ask
+        said += [client.post(f"{url}/episodes/99/end").status_code]
+        first, second = asked(one), asked(one, "Again?")
+        for body in ({"reward": "much"}, {"reward": True}, {"rewards": {"chatcmpl-1-x": 1}}, {"other": 1}, []):
+            said += [client.post(end, json=body).status_code]
+        ended = client.post(end, json={"rewards": {first.id: 0.25, second.id: 0.5}})
+        said += [ended.status_code, ended.json()["heard"], client.post(end, json={"reward": 1}).status_code]
+        asked(two)
+        said += [client.post(f"{url}/episodes/{two['id']}/end", json={"reward": 2.0}).status_code]
+        return said, one["row"]
+
+    rows, (said, row) = external(tmp_path, play, LAST * 3, count=2)
+    assert said == [401, 401, 401, 404, *[400] * 5, 200, 2, 404, 200] and row["name"] == "row"
+    assert sorted(told(made).rewards for made in rows) == [[0.25, 0.5], [2.0]]
+
+
+def test_an_external_program_that_fails_says_why_and_one_that_goes_is_late(tmp_path):
+    def play(client, url):
+        one, two = (client.post(f"{url}/episodes").json() for _ in range(2))
+        asked(two)
+        client.post(f"{url}/episodes/{one['id']}/end", json={"failure": "no more"})
+        return one["id"], two["id"]
+
+    rows, _ = external(tmp_path, play, LAST * 2, 2, environment_timeout=2.0, environment_on_error="zero")
+    assert sorted(made.finish for made in rows) == ["stop", "time"]
+    assert [bool(made.columns["environment_failed"].item()) for made in rows].count(True) == 1
+
+
+def test_a_job_whose_episodes_nobody_takes_says_so(tmp_path):
+    made = dataclasses.replace(setup("external"), run=str(tmp_path), wait=30.0)
+    with contextlib.closing(made.environments()) as environments:
+        until(lambda: [*tmp_path.glob("agents-*.json")] or environments.poll(0.1))
+        environments._most = 1.0
+        with pytest.raises(EpisodeError, match="no program has taken one of 1 episodes for 1 s"):
+            played(made, environments, LAST, {})
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
