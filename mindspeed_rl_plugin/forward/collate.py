@@ -37,8 +37,8 @@ class MicroBatch:
     explicit_mask: bool  # whether the model gets an attention mask
     mask: Tensor  # `[mb, S]` bool, whether the predicted token is trained
     lengths: Tensor  # `[mb]` int64 on the host, tokens of each path
-    rows: Tensor  # `[mb]` int64, row of each path
     columns: Mapping[str, Tensor]  # further per-token columns `[mb, S]`, shifted like `labels`, 0 on padding
+    rows: Tensor  # `[mb]` int64, row of each path
     segments: Tensor | None = None  # packed: `[1, S]` int64, row of each position, number of rows on padding
     bounded: bool = False  # packed: the attention itself takes row boundaries
     ranks: int = 1  # number of context parallel ranks over which the rows are split; S counts this rank's tokens

@@ -99,6 +99,7 @@ def check_layer(sequence_parallel, tied, mask):
         mask=mask,
         lengths=torch.full((rows,), length),
         columns={},
+        rows=torch.arange(rows),
     )
     settings = ForwardSettings(micro_batch_size=rows, seq_length=8, vocab_size=vocab, temperature=0.8, chunk_tokens=3)
     got = score(hidden, weight, layer, batch, settings, entropy_grad=True).transpose(0, 1)

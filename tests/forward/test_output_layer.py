@@ -58,7 +58,9 @@ class Wrapper(torch.nn.Module):
 def batch():
     tokens = torch.arange(1.0, 1 + ROWS * LENGTH).view(ROWS, LENGTH)
     mask = torch.ones(ROWS, LENGTH, dtype=torch.bool)
-    return MicroBatch(0, tokens, tokens.long(), tokens.long(), False, mask, torch.tensor([LENGTH] * ROWS), {})
+    return MicroBatch(
+        0, tokens, tokens.long(), tokens.long(), False, mask, torch.tensor([LENGTH] * ROWS), {}, torch.arange(ROWS)
+    )
 
 
 @pytest.fixture(autouse=True)

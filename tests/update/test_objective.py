@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from mindspeed_rl_plugin.algorithms import Totals, resolve
+from mindspeed_rl_plugin.algorithms.aggregate import AGGREGATIONS
 from mindspeed_rl_plugin.config import AlgorithmConfig
-from mindspeed_rl_plugin.forward.collate import MicroBatch
+from mindspeed_rl_plugin.forward.collate import MicroBatch, collate
+from mindspeed_rl_plugin.forward.settings import ForwardSettings
+from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId
 from mindspeed_rl_plugin.update import tallies
 from mindspeed_rl_plugin.update.objective import MAXIMA, objective
 from mindspeed_rl_plugin.update.tallies import SUM_COUNT, to_metrics
@@ -35,7 +38,9 @@ def micro_batch(seed=0, **columns):
     }
     values["logp_rollout"] = values["logp_old"] + 0.4 * values["logp_rollout"]
     shape = torch.zeros(len(COUNTS), WIDE, dtype=torch.int64)
-    batch = MicroBatch(0, shape, shape, shape, False, mask, shape[:, 0], {**values, **columns})
+    batch = MicroBatch(
+        0, shape, shape, shape, False, mask, shape[:, 0], {**values, **columns}, torch.arange(len(COUNTS))
+    )
     logp = (values["logp_old"] + 0.3 * torch.randn(mask.shape, generator=g, dtype=torch.float64)).requires_grad_()
     return batch, logp, torch.rand(mask.shape, generator=g, dtype=torch.float64).requires_grad_()
 
@@ -139,6 +144,47 @@ def test_masked_responses_count_in_the_loss_however_they_are_split(rows):
     torch.testing.assert_close(summed, whole, rtol=1e-12, atol=1e-15)
     sums = sum(part[:SUM_COUNT] for _, part in parts)
     torch.testing.assert_close(sums, tally[:SUM_COUNT], rtol=1e-5, atol=1e-6)
+
+
+RULES = [("grpo", name, "off", "token") for name in AGGREGATIONS]
+RULES += [("gspo", "seq-mean-token-mean", "off", "token")]
+RULES += [("grpo", "token-mean", "truncate", level) for level in ("sequence", "geometric")]
+
+
+@pytest.mark.parametrize("preset, aggregation, correction, level", RULES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_episode_that_forks_is_one_sequence(preset, aggregation, correction, level, packed):
+    """Its loss is that of a linear one with the same trained tokens, whichever paths they are in."""
+    algorithm = resolve(
+        AlgorithmConfig(algorithm=preset, aggregation=aggregation, correction=correction, correction_level=level)
+    )
+    g, names = torch.Generator().manual_seed(1), ("logp_old", "advantages", "logp_rollout", "logp")
+    trained, counts = torch.randn(len(names), 8, generator=g, dtype=torch.float64), torch.tensor([5, 3])
+    trained[2] = trained[0] + 0.1 * trained[2]
+    masks = {
+        "linear": [[0, 0, 1, 1, 0, 1, 1, 1], [0, 1, 1, 0, 1]],
+        "forked": [[0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1], [0, 1, 0, 1, 0, 1]],  # paths begin at 0, 6; 0, 2, 4
+    }
+    paths, losses = Ragged.from_rows([torch.tensor([0, 6]), torch.tensor([0, 2, 4])]), []
+    for kind, mask in masks.items():
+        mask = Ragged.from_rows([torch.tensor(row) for row in mask])
+        columns = {name: torch.zeros(len(mask.values), dtype=torch.float64) for name in names}
+        for name, values in zip(names, trained, strict=True):
+            columns[name][mask.values.bool()] = values
+        rows = Rows(
+            (SampleId(0, 0, 0), SampleId(0, 0, 1)),
+            {"tokens": Ragged(torch.arange(len(mask.values)), mask.offsets), "loss_mask": mask}
+            | {name: Ragged(column, mask.offsets) for name, column in columns.items()}
+            | ({"paths": paths} if kind == "forked" else {}),
+        )
+        batch = collate(rows, ForwardSettings(2, 16, 99, max_tokens=99, packed=packed), columns=names)
+        logp = batch.columns["logp"].clone().requires_grad_()
+        weights = algorithm.weights(counts, Totals(8, 2, 16 if aggregation == "token-sum-norm" else None))
+        loss, tally = part_of(algorithm, batch, weights, logp, torch.ones_like(logp))
+        losses.append((loss.detach(), tally, torch.autograd.grad(loss, logp)[0][batch.mask]))
+    for one, other in zip(*losses, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
+    assert losses[0][2].any()
 
 
 @pytest.mark.parametrize("stale", [(), (2,), (0, 3), (0, 2, 3)])
