@@ -34,12 +34,12 @@ class SampleId(NamedTuple):
 
 
 class TurnId(NamedTuple):
-    """Identity of a turn of an episode, never reused."""
+    """Identity of a turn of a response, never reused."""
 
     epoch: int
     group: int
     member: int
-    call: int  # number of the turn within the episode, in the order of the requests for turns
+    call: int  # number of the turn within the response, in the order of the requests for turns
 
     @property
     def sample(self) -> SampleId:

@@ -124,6 +124,7 @@ class EpisodeSetup:
             flags.agent_variables,
             flags.agent_memory,
             self.rewarded,
+            self.run,
         )
         limits = flags.environment_timeout, self.wait, None if flags.environment_lockstep else together
         made = AgentEnvironments(program, setup, loads, workers, *limits, forgives=not flags.foreign)

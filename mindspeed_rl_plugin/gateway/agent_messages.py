@@ -71,6 +71,7 @@ class AgentSetup(NamedTuple):
     variables: tuple[str, ...]  # names of further environment variables of commands
     memory: float  # most memory of a command and its children [GiB]
     rewarded: bool  # whether an agent must give a reward
+    run: str  # directory of the run
 
 
 @dataclass(frozen=True)

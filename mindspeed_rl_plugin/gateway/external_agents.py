@@ -36,7 +36,7 @@ TAKE_SECONDS = 20.0
 LOOK_SECONDS = 0.1  # between two looks whether there is an episode
 
 
-class Offer(NamedTuple):
+class OfferedEpisode(NamedTuple):
     """An episode for a program that the job did not start."""
 
     conversation: Conversation
@@ -45,17 +45,17 @@ class Offer(NamedTuple):
 
 
 class ExternalAgents(Agents):
-    """The arguments are those of `Agents`. folder: of the run."""
+    """The arguments are those of `Agents`."""
 
-    def __init__(self, *arguments: Any, folder: str) -> None:
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._offers, self._taken = deque[Offer](), dict[str, Offer]()
+        self._offers, self._taken = deque[OfferedEpisode](), dict[str, OfferedEpisode]()
         self._secret = secrets.token_urlsafe(32)
         self.gateway.add(
             Route("/episodes", self._take, methods=["POST"]), Route("/episodes/{name}/end", self._end, methods=["POST"])
         )
         name = f"agents-{socket.gethostname()}-{self.gateway.url.rpartition(':')[2]}.json"
-        self._file = Path(folder or ".").absolute() / name
+        self._file = Path(self._setup.run or ".").absolute() / name
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             json.dump({"url": self.gateway.url, "secret": self._secret}, file)
@@ -66,7 +66,7 @@ class ExternalAgents(Agents):
         await super().close()
 
     async def _play(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> Any:
-        offer = Offer(conversation, row, asyncio.get_running_loop().create_future())
+        offer = OfferedEpisode(conversation, row, asyncio.get_running_loop().create_future())
         self._offers.append(offer)
         try:
             return await offer.over
@@ -134,5 +134,5 @@ def main(connection: int, lifeline: int) -> None:
     keep(connection, lifeline, CLEAN_UP_SECONDS)
     parent = Parent(connection, None)
     setup: AgentSetup = parent.receive()
-    listener, folder = listen(parent, setup), os.environ.get("MINDSPEED_RL_RUN", "")
-    asyncio.run(serve(parent, lambda say: ExternalAgents(setup, None, listener, say, folder=folder)))
+    listener = listen(parent, setup)
+    asyncio.run(serve(parent, lambda say: ExternalAgents(setup, None, listener, say)))

@@ -71,8 +71,8 @@ class Advantages(Stage):
 
 
 def limited_lengths(rows: Rows) -> Tensor:
-    """`[B]` tokens that --rl-max-response-length limits: of the response, with the observations between turns; of an
-    episode that forks those of its longest path."""
+    """`[B]` tokens that --rl-max-response-length limits: of the response, with the observations between turns, on
+    its longest path."""
     if "prompt_length" not in rows.columns:
         return rows["response_length"]
     return longest_paths(rows) - rows["prompt_length"]

@@ -89,7 +89,7 @@ def grade_items(rows: Rows, decode: Callable[[Sequence[int]], str]) -> list[Grad
 
 
 def _last_path(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages of the path on which an episode that forks has ended; of other episodes all."""
+    """The messages of the path on which a response has ended."""
     last = conversation[-1].get("path")
     return [message for message in conversation if message.get("path") == last]
 
