@@ -33,7 +33,7 @@ from mindspeed_rl_plugin.workers.child import Parent
 from mindspeed_rl_plugin.workers.keeper import keep
 
 TAKE_SECONDS = 20.0
-LOOK_SECONDS = 0.1  # between two looks whether there is an episode
+OFFER_LOOK_SECONDS = 0.1  # between two looks whether there is an episode
 
 
 class OfferedEpisode(NamedTuple):
@@ -81,7 +81,7 @@ class ExternalAgents(Agents):
         while not self._offers:
             if time.monotonic() >= end or await request.is_disconnected():
                 return Response(status_code=204)
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(OFFER_LOOK_SECONDS)
         offer = self._offers.popleft()
         conversation = offer.conversation
         self._taken[conversation.name] = offer

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 import uuid
@@ -280,6 +281,18 @@ def test_a_command_that_eats_memory_is_killed(tmp_path):
         run(setup(COMMAND, agent_memory=0.5), LAST, out=str(tmp_path / "said"), does="eats")
 
 
+def test_the_worker_of_the_page_runs_as_it_stands_there(tmp_path):
+    (tmp_path / "worker.py").write_text(shown("worker.py"))
+
+    def play(client, url):
+        (file,) = tmp_path.glob("agents-*.json")
+        return subprocess.Popen([sys.executable, tmp_path / "worker.py", file], stderr=subprocess.DEVNULL)
+
+    (made,), worker = external(tmp_path, play, [sampled("qwen2_5", "42", 2)])
+    worker.kill()
+    assert told(made).rewards == [1.0]
+
+
 def external(tmp_path, play, turns, count=1, **more):
     """Episodes that `play(client, base_url)` ends, a program that the job did not start; what it returns."""
     made = setup("external", **{"environment_lockstep": False, **more})
@@ -359,10 +372,14 @@ SHOWN = {
 }
 
 
+def shown(file):
+    return re.search(rf"<!-- my/{file} -->\n```python\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
 @pytest.mark.parametrize("file", SHOWN)
 def test_the_agents_of_the_page_run_as_they_stand_there(tmp_path, file):
     who, turns, results = SHOWN[file]
-    (tmp_path / file).write_text(re.search(rf"<!-- my/{file} -->\n```python\n(.*?)```", PAGE, re.DOTALL)[1])
+    (tmp_path / file).write_text(shown(file))
     (made,) = run(setup(who.format(tmp_path)), [sampled("qwen2_5", turn, 2) for turn in turns])
     assert [m["content"] for m in told(made).conversation if m["role"] == "tool"] == results
     assert sum(told(made).rewards) == 1.0
