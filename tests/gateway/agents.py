@@ -218,5 +218,13 @@ def command():
         os.write(int(os.environ["MINDSPEED_RL_REWARD_FD"]), b"0.75")
 
 
+def forever():
+    """A command that talks as `talks` does, with a child that outlives it."""
+    row = json.load(sys.stdin)
+    subprocess.Popen(["sleep", "1000"])
+    base_url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+    os.write(int(os.environ["MINDSPEED_RL_REWARD_FD"]), b"%f" % asyncio.run(talks(row, base_url, key)))
+
+
 if __name__ == "__main__":
-    command()
+    forever() if "forever" in sys.argv else command()

@@ -2,6 +2,8 @@
 server of OpenEnv's own package, installed apart."""
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from bytes_tokenizer import byte_tokenizer
 from openenv_serving import serving
+from test_replay_loop import recorded, replay  # noqa: F401 - a fixture
 
 from mindspeed_rl_plugin.monitor.run_files import dump_files
 
@@ -26,21 +29,32 @@ PROMPTS = "".join(json.dumps({"prompt": f"Say {i}", "answer": ""}) + "\n" for i 
 
 
 @pytest.fixture
-def chat(job, dense_model, tmp_path):
-    """Runs a job with data of its own, whose engine and trainer agree. Returns its metrics and last conversations."""
+def chats(job, dense_model, tmp_path):
+    """A job with data of its own."""
 
-    def run(*flags: str, rows: str, lags: bool = False):
-        made = job(*COMMON, *flags, model=model)
+    def make(*flags: str, rows: str, **more):
+        made = job(*COMMON, *flags, model=model, **more)
         made.data = tmp_path / "data"
         byte_tokenizer(made.data / "tokenizer")
         (made.data / "prompts.jsonl").write_text(rows)
-        result = made.dumping().run(600)
+        return made.dumping()
+
+    model = dense_model.replace("length 32", "length 360").replace("embeddings 32", "embeddings 360")
+    return make
+
+
+@pytest.fixture
+def chat(chats):
+    """Runs such a job, whose engine and trainer agree. Returns its metrics and last conversations."""
+
+    def run(*flags: str, rows: str, lags: bool = False):
+        made = chats(*flags, rows=rows)
+        result = made.run(600)
         result.check_log_probs() if lags else result.check_agreement(3)
         assert all(line["episode/turns_mean"] > 1.3 and line["episode/failed"] == 0 for line in result.metrics)
         rows = pq.read_table([*dump_files(made.save / "dump").values()][-1]).to_pylist()
         return result.metrics, [json.loads(row["conversation"]) for row in rows]
 
-    model = dense_model.replace("length 32", "length 360").replace("embeddings 32", "embeddings 360")
     return run
 
 
@@ -81,18 +95,48 @@ LAYOUTS = {
 }
 
 
+FORKS = (AGENT[0], AGENT[1].replace("talks", "forks"), *AGENT[2:], "--rl-max-turns", "9")
+FORKS += ("--rl-max-tokens-per-microbatch", "1600")
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_agents_that_fork(chat, nothing_left, layout) -> None:
     """Each token of each path has the log-prob with which the engine sampled it."""
     schedule, flags = LAYOUTS[layout]
-    agent = (AGENT[0], AGENT[1].replace("talks", "forks"), *AGENT[2:], "--rl-max-turns", "9")
-    flags = (*flags, "--rl-max-tokens-per-microbatch", "1600")
-    lines, conversations = chat(*agent, *SCHEDULES[schedule], *flags, rows=PROMPTS, lags=schedule != "sync")
+    lines, conversations = chat(*FORKS, *SCHEDULES[schedule], *flags, rows=PROMPTS, lags=schedule != "sync")
     # "first" and its continuation, another, "d"; the edited one twice
     counts = [[line[f"episode/{name}"] for name in ("roots", "forks", "turns_mean")] for line in lines]
     assert counts == [[2, 3, 6]] * len(lines)
     assert all({m["path"] for m in c} == {0, 1, 2, 3, 4} for c in conversations)
     nothing_left()
+
+
+def test_agents_of_an_engine_that_joins(chats, joined, nothing_left) -> None:
+    apart = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--rl-correction", "truncate")
+    running = chats(*FORKS, *apart, "--rl-pack-sequences", rows=PROMPTS, ranks=1).start()
+    engines = joined(running)
+    engine = engines.join()
+    result = running.wait(500)
+    assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
+    assert engine.wait(30) == 0, engines.said()[-3000:]
+    result.check_log_probs(3)
+    assert all(line["episode/forks"] == 3 for line in result.metrics)
+    nothing_left()
+
+
+@pytest.mark.parametrize(("rank", "how"), [(None, "SIGTERM"), (0, "SIGKILL")])
+def test_a_job_with_agents_that_is_killed_leaves_nothing_behind(chats, nothing_left, rank, how) -> None:
+    command = ("--rl-agent", f"{sys.executable} {GATEWAY}/agents.py forever", *ENVIRONMENT)
+    flags = (*command, "--rl-schedule", "streamed", "--rl-carry-unfinished", "--rl-max-staleness", "1")
+    made = chats(*flags, "--rl-correction", "truncate", "--train-iters", "50", rows=PROMPTS, cold=True)
+    made.kill_after(2, "update", rank=rank, how=getattr(signal, how))
+    nothing_left()
+
+
+def test_a_replay_of_an_agents_episodes_gives_the_recorded_numbers(chats, replay) -> None:
+    flags = (*FORKS, "--rl-pack-sequences", "--rl-share-prompts", "--train-iters", "4", "--save-interval", "1")
+    lines = replay(recorded(chats(*flags, rows=PROMPTS), 1), 3)
+    assert re.fullmatch(r"(\d+) of \1 numbers are equal bit for bit", lines[2]), lines[2:5]
 
 
 def test_over_verifiers(chat, apart, tmp_path, monkeypatch, nothing_left) -> None:
