@@ -133,7 +133,7 @@ def test_a_job_with_agents_that_is_killed_leaves_nothing_behind(chats, nothing_l
     nothing_left()
 
 
-def test_a_replay_of_an_agents_episodes_gives_the_recorded_numbers(chats, replay) -> None:
+def test_a_replay_of_an_agents_episodes_gives_the_recorded_numbers(chats, replay) -> None:  # noqa: F811
     flags = (*FORKS, "--rl-pack-sequences", "--rl-share-prompts", "--train-iters", "4", "--save-interval", "1")
     lines = replay(recorded(chats(*flags, rows=PROMPTS), 1), 3)
     assert re.fullmatch(r"(\d+) of \1 numbers are equal bit for bit", lines[2]), lines[2:5]
