@@ -1,6 +1,7 @@
 """Whole jobs whose episodes are rendered by a chat template: tools, and environments of others: verifiers itself and a
 server of OpenEnv's own package, installed apart."""
 
+import contextlib
 import json
 import re
 import signal
@@ -13,6 +14,8 @@ import pytest
 from bytes_tokenizer import byte_tokenizer
 from openenv_serving import serving
 from test_replay_loop import recorded, replay  # noqa: F401 - a fixture
+from test_routes_loop import REPLAY
+from test_server_loop import serving as server_of
 
 from mindspeed_rl_plugin.monitor.run_files import dump_files
 
@@ -32,15 +35,21 @@ PROMPTS = "".join(json.dumps({"prompt": f"Say {i}", "answer": ""}) + "\n" for i 
 def chats(job, dense_model, tmp_path):
     """A job with data of its own."""
 
-    def make(*flags: str, rows: str, **more):
+    def make(*flags: str, rows: str, model: str = dense_model, **more):
+        model = model.replace("length 32", "length 360").replace("embeddings 32", "embeddings 360")
         made = job(*COMMON, *flags, model=model, **more)
         made.data = tmp_path / "data"
         byte_tokenizer(made.data / "tokenizer")
         (made.data / "prompts.jsonl").write_text(rows)
         return made.dumping()
 
-    model = dense_model.replace("length 32", "length 360").replace("embeddings 32", "embeddings 360")
     return make
+
+
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -111,15 +120,28 @@ def test_agents_that_fork(chat, nothing_left, layout) -> None:
     nothing_left()
 
 
-def test_agents_of_an_engine_that_joins(chats, joined, nothing_left) -> None:
-    apart = ("--rl-schedule", "async", "--rl-generators", "0", "--rl-max-staleness", "0", "--rl-correction", "truncate")
-    running = chats(*FORKS, *apart, "--rl-pack-sequences", rows=PROMPTS, ranks=1).start()
-    engines = joined(running)
-    engine = engines.join()
-    result = running.wait(500)
-    assert result.code == 0, result.log[-4000:] + engines.said()[-3000:]
-    assert engine.wait(30) == 0, engines.said()[-3000:]
+@pytest.mark.parametrize("where", ["joined, experts", "on Ray", "a server"])
+def test_agents_of_engines_elsewhere(request, chats, joined, monkeypatch, moe_model, tmp_path, nothing_left, where):
+    apart = ("--rl-schedule", "async", "--rl-max-staleness", "0", "--rl-correction", "truncate", "--rl-pack-sequences")
+    flags, guests, more = (*FORKS, *apart, "--rl-wait-timeout", "300"), [], {}
+    if where == "on Ray":
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
+        flags += ("--rl-generators", "ray:1,device=cpu")
+    elif where == "a server":
+        byte_tokenizer(tmp_path / "tokenizer")
+        (tmp_path / "served").mkdir()
+        server = contextlib.contextmanager(server_of)(tmp_path / "served", tmp_path / "tokenizer", 360)
+        flags += ("--rl-engine-url", request.getfixturevalue("stack").enter_context(server).url)
+    else:
+        flags, more = (*flags, "--rl-generators", "0", *REPLAY), {"model": moe_model}
+    running = chats(*flags, rows=PROMPTS, ranks=1, **more).start()
+    if where == "joined, experts":
+        guests.append(joined(running).join())
+    result = running.wait(600)
+    assert result.code == 0 and all(guest.wait(30) == 0 for guest in guests), result.log[-4000:]
     result.check_log_probs(3)
+    if where == "joined, experts":  # routes stay with their tokens in each path
+        assert all(line["router/differ"] < 1e-3 for line in result.metrics)
     assert all(line["episode/forks"] == 3 for line in result.metrics)
     nothing_left()
 

@@ -66,21 +66,25 @@ class Serving:
 @pytest.fixture(scope="module")
 def server(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """The server, as docs/schedules.md says; free for one job after the other."""
-    folder = tmp_path_factory.mktemp("served")
-    tokens = len(load_tokenizer(str(arithmetic / "tokenizer")))
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": tokens}))
+    yield from serving(tmp_path_factory.mktemp("served"), arithmetic / "tokenizer", 24)
+
+
+def serving(folder: Path, tokenizer: Path, longest: int) -> Iterator[Serving]:
+    """A server of the model of the jobs, with random weights. longest: tokens of prompt and response."""
+    sizes = {"vocab_size": len(load_tokenizer(str(tokenizer))), "max_position_embeddings": longest + 8}
+    (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
     port = str(free_port())
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    command += ["--tokenizer", str(arithmetic / "tokenizer"), "--load-format", "dummy", "--dtype", "float32"]
-    command += ["--max-model-len", "24", "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+    command += ["--tokenizer", str(tokenizer), "--load-format", "dummy", "--dtype", "float32"]
+    command += ["--max-model-len", str(longest), "--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
     command += ["--worker-extension-cls", EXTENSION, "--host", "127.0.0.1", "--port", port]
     command += ["--kv-cache-memory-bytes", str(50 << 20), "--enforce-eager"]
-    serving = Serving(command, f"http://127.0.0.1:{port}", folder / "server.log")
+    made = Serving(command, f"http://127.0.0.1:{port}", folder / "server.log")
     try:
-        serving.start()
-        yield serving
+        made.start()
+        yield made
     finally:
-        serving.stop()
+        made.stop()
 
 
 def wait_for(serving: Serving) -> None:
