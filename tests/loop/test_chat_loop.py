@@ -148,7 +148,8 @@ def test_agents_of_engines_elsewhere(request, chats, joined, monkeypatch, moe_mo
 
 @pytest.mark.parametrize(("rank", "how"), [(None, "SIGTERM"), (0, "SIGKILL")])
 def test_a_job_with_agents_that_is_killed_leaves_nothing_behind(chats, nothing_left, rank, how) -> None:
-    command = ("--rl-agent", f"{sys.executable} {GATEWAY}/agents.py forever", *ENVIRONMENT)
+    command = ("--rl-agent", f"{sys.executable} {GATEWAY}/agents.py forever", "--rl-agent-processes", "2", *ENVIRONMENT)
+    command += ("--rl-wait-timeout", "400", "--rl-environment-timeout", "200")
     flags = (*command, "--rl-schedule", "streamed", "--rl-carry-unfinished", "--rl-max-staleness", "1")
     made = chats(*flags, "--rl-correction", "truncate", "--train-iters", "50", rows=PROMPTS, cold=True)
     made.kill_after(2, "update", rank=rank, how=getattr(signal, how))
