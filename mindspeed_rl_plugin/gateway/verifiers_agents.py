@@ -12,9 +12,10 @@ from starlette.requests import Request
 
 from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, AgentSetup, RefusedRequest
 from mindspeed_rl_plugin.gateway.agent_process import Agents, listen, serve
+from mindspeed_rl_plugin.gateway.api_parts import POLICY_NAME
 from mindspeed_rl_plugin.gateway.command import AgentFailed
 from mindspeed_rl_plugin.gateway.conversation import Conversation
-from mindspeed_rl_plugin.gateway.endpoints import POLICY_NAME, Gateway
+from mindspeed_rl_plugin.gateway.endpoints import Gateway
 from mindspeed_rl_plugin.gateway.verifiers_load import ROW, Loaded, task_of
 from mindspeed_rl_plugin.workers.child import Parent
 
