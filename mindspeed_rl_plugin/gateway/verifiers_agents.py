@@ -12,9 +12,10 @@ from starlette.requests import Request
 
 from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, AgentSetup, RefusedRequest
 from mindspeed_rl_plugin.gateway.agent_process import Agents, listen, serve
+from mindspeed_rl_plugin.gateway.api_parts import POLICY_NAME
 from mindspeed_rl_plugin.gateway.command import AgentFailed
 from mindspeed_rl_plugin.gateway.conversation import Conversation
-from mindspeed_rl_plugin.gateway.endpoints import POLICY_NAME, Gateway
+from mindspeed_rl_plugin.gateway.endpoints import Gateway
 from mindspeed_rl_plugin.gateway.verifiers_load import ROW, Loaded, task_of
 from mindspeed_rl_plugin.workers.child import Parent
 
@@ -80,7 +81,8 @@ class VerifiersAgents(Agents):
         client = loaded.vf.EvalClientConfig(
             base_url=f"{self.gateway.url}/v1",
             api_key_var="MINDSPEED_RL_PLUGIN_HAS_NO_KEY",  # a missing variable, so that no key is read
-            headers={SECRET: self.gateway.secret},
+            # It sends nothing twice, and of kept connections some end as they are used again, when turns come at once.
+            headers={SECRET: self.gateway.secret, "Connection": "close"},
         )
         self._context = loaded.vf.ModelContext(model=POLICY_NAME, client=client)
 

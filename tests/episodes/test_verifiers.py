@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import generate, response_request
 from mindspeed_rl_plugin.episodes.environments import EpisodeError, Turn, begin_once
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
-from mindspeed_rl_plugin.gateway.agent_messages import CLEAN_UP_SECONDS
+from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, CLEAN_UP_SECONDS
 from mindspeed_rl_plugin.prompts.render import Renderer
 from mindspeed_rl_plugin.prompts.sources import open_source
 from mindspeed_rl_plugin.rows import SampleId, Sampling
@@ -79,14 +79,23 @@ def play(environments, turns, seconds=120.0):
     while len(last) < len(turns):
         assert time.monotonic() < end, f"{last} after {seconds} s"
         for reply in environments.poll(1.0):
-            if not (over := reply.done or reply.failure is not None):
-                asked[reply.id].append(reply.opening.messages if reply.opening else reply.messages)
-            if not over and len(asked[reply.id]) <= len(turns[reply.id]):
-                text = turns[reply.id][len(asked[reply.id]) - 1]
-                environments.act(reply.id, Turn((1,) * len(text), text))
+            if reply.request is not None:
+                asked[reply.id].append(reply.request.messages)
+            if reply.request is not None and len(asked[reply.id]) <= len(turns[reply.id]):
+                said(environments, reply, turns[reply.id][len(asked[reply.id]) - 1])
             else:
                 last[reply.id] = reply
     return asked, last
+
+
+def said(environments, reply, text, cut=False):
+    """Answer a request with a turn."""
+    environments.act(reply.id, Turn((1,) * len(text), text, call=reply.request.calls[0], cut=cut))
+
+
+def limit(environments, reply):
+    """Answer a request with the error for a limit."""
+    environments.refuse(reply.id, reply.request.calls, "no more", AT_A_LIMIT)
 
 
 def user(content):
@@ -98,7 +107,7 @@ class Says(Scripted):
 
     def step_along(self, steps):
         waiting, self.queue = [*self.queue], {}
-        return [self.made(sample, self.turns[sample].pop(0)) for sample in waiting]
+        return [self.made(turn, self.turns[SampleId(*turn[:3])].pop(0)) for turn in waiting]
 
 
 def spoken(tokenizer, text):
@@ -192,20 +201,23 @@ def test_a_tool_of_verifiers_is_called_by_its_plain_chat(python, tokenizer, tmp_
 
 @pytest.mark.parametrize("cut, reward", [(True, 4.0), (False, 2.0)])
 def test_at_a_limit_verifiers_scores_what_there_is(scripted, cut, reward):
-    """The turn that was cut too, if it is given; its user speaks no more."""
+    """A turn that was cut too."""
     scripted.begin(ONE, task(prompt="?", says=["go on"] * 5), 0)
-    asked, _ = play(scripted, {ONE: ["ab"]})
+    asked, last = play(scripted, {ONE: ["ab"]})
     assert asked[ONE] == [[user("?")], [user("go on")]]
-    scripted.finish(ONE, Turn((1, 1), "cd", cut=True) if cut else None)
+    if cut:
+        said(scripted, last[ONE], "cd", cut=True)
+        _, last = play(scripted, {ONE: []})
+    limit(scripted, last[ONE])
     _, last = play(scripted, {ONE: []})
-    assert last[ONE].done and last[ONE].reward == reward and last[ONE].heard == 1 + cut
+    assert last[ONE].done and last[ONE].reward == reward and len(last[ONE].heard) == 1 + cut
 
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_verifiers_knows_of_the_last_turn_whether_it_was_cut(scripted, cut):
     scripted.begin(ONE, task(prompt="?", fault="cut"), 0)
-    play(scripted, {ONE: []})
-    (scripted.finish if cut else scripted.act)(ONE, Turn((1, 1), "ab", cut=cut))
+    _, last = play(scripted, {ONE: []})
+    said(scripted, last[ONE], "ab", cut)
     _, last = play(scripted, {ONE: []})
     assert last[ONE].done and last[ONE].reward == cut
 
@@ -247,15 +259,14 @@ def test_faults_cost_their_rollout(scripted, fault, why):
 
 def test_a_fault_after_a_limit_is_one(scripted):
     scripted.begin(ONE, task(prompt="?", fault="nan", says=["go on"]), 0)
-    play(scripted, {ONE: ["ab"]})
-    scripted.finish(ONE)
+    limit(scripted, play(scripted, {ONE: ["ab"]})[1][ONE])
     assert "the reward nan" in play(scripted, {ONE: []})[1][ONE].failure
 
 
 def test_what_an_environment_started_is_ended_with_its_process(scripted):
     scripted.begin(ONE, task(prompt="?", fault="spawn"), 0)
     _, last = play(scripted, {ONE: ["ab"]})
-    process = psutil.Process(int(last[ONE].messages[0]["content"]))
+    process = psutil.Process(int(last[ONE].request.messages[0]["content"]))
     assert process.cmdline() == ["sleep", "600"]
     scripted.begin(TWO, task(prompt="?", fault="exit"), 0)
     play(scripted, {TWO: ["ab"]})

@@ -37,7 +37,7 @@ class GuessData(vf.TaskData):
 class GuessTask(vf.Task[GuessData]):
     @vf.reward
     async def few(self, trace) -> float:
-        guesses = [message.content for message in trace.assistant_messages]
+        guesses = [message.content or "" for message in trace.assistant_messages]
         if guesses and guesses[-1] == str(self.data.answer):
             return 1.0 / len(guesses)
         return len("".join(guesses)) // 4 % 3 / 10  # a model that was never trained has something to learn from
