@@ -33,6 +33,7 @@ APIS = {"/v1/chat/completions": CHAT_API, "/v1/messages": MESSAGES_API, "/v1/res
 MAX_BODY_BYTES = 32 << 20
 READ_SECONDS = 60.0  # for the head of a request to arrive, and again for its body
 MAX_CONNECTIONS = 4096  # or half of the files that the process may open
+IDLE_SECONDS = 60  # of a connection, before it is closed
 KEEPALIVE_SECONDS = 15.0  # between two signs of life in a stream whose turn is not sampled yet
 CLIENT_LOOK_SECONDS = 0.5  # between two looks whether a client still waits
 
@@ -77,7 +78,15 @@ class Gateway:
         app = self._app = Starlette(routes=routes, middleware=[trusted], exception_handlers=handlers)
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
-        how = {"http": HastyProtocol, "ws": "none", "lifespan": "off", "log_level": "error", "access_log": False}
+        # Clients drop idle connections after 5 s; where a server does it at the same time, requests are lost.
+        how = {
+            "timeout_keep_alive": IDLE_SECONDS,
+            "http": HastyProtocol,
+            "ws": "none",
+            "lifespan": "off",
+            "log_level": "error",
+            "access_log": False,
+        }
         self._server = uvicorn.Server(uvicorn.Config(app, limit_concurrency=most, **how))
         self._server.capture_signals = contextlib.nullcontext  # the process has handlers of its own
 

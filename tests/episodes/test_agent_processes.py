@@ -2,6 +2,8 @@
 tests/gateway, over verifiers in test_verifiers.py."""
 
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +196,12 @@ def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
     begin(environments, ONE=[ASKS])
     with pytest.raises(EpisodeError, match="there is no such environment"):
         replies(environments, 1)
+
+
+@pytest.mark.parametrize("kind", ["agent_process", "external_agents", "verifiers_agents", "verifiers_process"])
+def test_the_modules_of_the_processes_can_be_imported_and_need_no_torch(kind):
+    code = f"import sys, mindspeed_rl_plugin.gateway.{kind}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_nothing_is_left_when_it_is_closed(made):
