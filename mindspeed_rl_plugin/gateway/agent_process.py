@@ -12,6 +12,7 @@ import inspect
 import json
 import math
 import queue
+import resource
 import shlex
 import signal
 import socket
@@ -176,6 +177,8 @@ def main(connection: int, lifeline: int) -> None:
 def listen(parent: Parent, setup: AgentSetup) -> socket.socket:
     """The listener of the gateway, which clients in this process reach without a proxy."""
     reach_directly(setup.host)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each connection has a descriptor
     where = f"--rl-agent-host {setup.host}, which must be an IPv4 address of this machine: "
     return parent.load(where, socket.create_server, (setup.host, 0))
 

@@ -81,7 +81,6 @@ class VerifiersAgents(Agents):
         client = loaded.vf.EvalClientConfig(
             base_url=f"{self.gateway.url}/v1",
             api_key_var="MINDSPEED_RL_PLUGIN_HAS_NO_KEY",  # a missing variable, so that no key is read
-            # It sends nothing twice, and of kept connections some end as they are used again, when turns come at once.
             headers={SECRET: self.gateway.secret},
         )
         self._context = loaded.vf.ModelContext(model=POLICY_NAME, client=client)
