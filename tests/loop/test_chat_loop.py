@@ -142,8 +142,7 @@ def test_agents_of_engines_elsewhere(request, chats, joined, monkeypatch, moe_mo
     result.check_log_probs(3)
     if where == "joined, experts":  # routes stay with their tokens in each path
         assert all(line["router/differ"] < 1e-3 for line in result.metrics)
-    assert all(line["episode/forks"] == 3 for line in result.metrics)
-    nothing_left()
+        nothing_left()  # elsewhere the cluster and the server go on
 
 
 @pytest.mark.parametrize(("rank", "how"), [(None, "SIGTERM"), (0, "SIGKILL")])
@@ -152,7 +151,7 @@ def test_a_job_with_agents_that_is_killed_leaves_nothing_behind(chats, nothing_l
     command += ("--rl-wait-timeout", "400", "--rl-environment-timeout", "200")
     flags = (*command, "--rl-schedule", "streamed", "--rl-carry-unfinished", "--rl-max-staleness", "1")
     made = chats(*flags, "--rl-correction", "truncate", "--train-iters", "50", rows=PROMPTS, cold=True)
-    made.kill_after(2, "update", rank=rank, how=getattr(signal, how))
+    made.kill_after(1, "generate", rank=rank, how=getattr(signal, how))
     nothing_left()
 
 
