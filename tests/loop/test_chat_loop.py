@@ -140,6 +140,7 @@ def test_agents_of_engines_elsewhere(request, chats, joined, monkeypatch, moe_mo
     result = running.wait(600)
     assert result.code == 0 and all(guest.wait(30) == 0 for guest in guests), result.log[-4000:]
     result.check_log_probs(3)
+    assert all(line["episode/forks"] == 3 for line in result.metrics)
     if where == "joined, experts":  # routes stay with their tokens in each path
         assert all(line["router/differ"] < 1e-3 for line in result.metrics)
         nothing_left()  # elsewhere the cluster and the server go on
