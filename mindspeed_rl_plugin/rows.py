@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -159,12 +158,17 @@ def unpack_json(column: Ragged) -> list[object]:
     return [json.loads(bytes(r.tolist())) for r in column.rows()]
 
 
-def longest_paths(rows: Rows) -> Tensor:
-    """`[B]` int64, tokens of the longest path of each row. rows: `length`, and `paths` if there may be several."""
+def longest_responses(rows: Rows) -> Tensor:
+    """`[B]` int64, tokens behind the prompt, of the path of each row that has most. rows: `length`, `prompt_length`,
+    and `paths` if there may be several."""
     if (paths := rows.columns.get("paths")) is None:
-        return rows["length"]
-    bounds = ([*starts.tolist(), end] for starts, end in zip(paths.rows(), rows["length"].tolist(), strict=True))
-    return torch.tensor([max(b - a for a, b in pairwise(of_row)) for of_row in bounds], dtype=torch.int64)
+        return rows["length"] - rows["prompt_length"]
+    most = []
+    for of_row, length in zip(paths.rows(), rows["length"].tolist(), strict=True):
+        starts, prompts = of_row.T
+        ends = torch.cat([starts[1:], starts.new_tensor([length])])
+        most.append(int((ends - starts - prompts).max()))
+    return torch.tensor(most, dtype=torch.int64)
 
 
 def route_dtype(experts: int) -> torch.dtype:

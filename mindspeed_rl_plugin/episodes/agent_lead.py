@@ -12,7 +12,7 @@ from mindspeed_rl_plugin.episodes.environments import AgentRequest, ChatMessage,
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Path, Plan
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, FORKED, INVALID
-from mindspeed_rl_plugin.rows import Completion, TurnId
+from mindspeed_rl_plugin.rows import Completion, SampleId, TurnId
 
 
 @dataclass(frozen=True)
@@ -21,19 +21,14 @@ class ForkLimits:
 
     refused: str = ""  # why requests that fork are refused; "": they are not
     tokens: int | None = None  # most tokens that the model runs for a row; None: those of one path
-    packed: bool = False  # whether paths are packed; else all are as long as the longest
     shared: bool = False  # whether paths run common first tokens once
 
-    def left(self, state: EpisodeState, added: int, length: int, turns: int, forked: int) -> int:
-        """Tokens that each of some turns of a request may have. added: tokens that their prompts add to the row;
-        length: of such a prompt; forked: how many of the turns begin a path."""
+    def left(self, state: EpisodeState, added: int, turns: int) -> int:
+        """Tokens that each of some turns of a request may have. added: tokens that their prompts add to the row."""
         most = {turn.path: turn.limits.most or 0 for turn in state.pending.values() if turn.trained}
         paths = {path: path.length + most.get(path, 0) for path in (*state.paths, *most)}
-        if self.packed:
-            common = sum(path.common for path in paths) if self.shared else 0
-            return (self.tokens - sum(paths.values()) + common - added) // turns
-        each = self.tokens // max(len(paths) + forked, 1)
-        return each - length if max(paths.values(), default=0) <= each else 0
+        common = sum(path.common for path in paths) if self.shared else 0
+        return (self.tokens - sum(paths.values()) + common - added) // turns
 
 
 class RefusedTurn(Exception):
@@ -75,6 +70,10 @@ class AgentLead(Lead):
         super().begin(state)
         state.opening = []  # that of the agent comes with its first request
 
+    def end(self, sample: SampleId) -> None:
+        super().end(sample)
+        self._forget(sample)
+
     def turn(self, state: EpisodeState, path: Path, turn: Completion) -> None:
         """See `Lead`. The agent gets the turn."""
         asked = self._asked.pop(turn.id)
@@ -83,7 +82,7 @@ class AgentLead(Lead):
         if state.last is not None:
             self._close(state)
             return
-        if said.cut and (asked.most is None or len(turn.tokens) < asked.most):
+        if turn.id.call in state.turns and said.cut and (asked.most is None or len(turn.tokens) < asked.most):
             state.finish = "length"
         attempts = () if said.cut or not asked.format.tools else self._attempts(asked.format, turn.tokens)
         self.environments.act(state.request.id, replace(said, attempts=attempts))
@@ -116,20 +115,20 @@ class AgentLead(Lead):
         """End an episode whose agent has ended, when the engine samples no turn of it. Turns that reached nobody are
         dropped; if there is no other, the model has one turn, which gets no answer."""
         sample, heard = state.request.id, state.last.heard
-        for call in [call for call, turn in state.pending.items() if not turn.submitted]:
-            if heard is None or call not in heard:
-                del state.pending[call]
-                self._due.remove(TurnId(*sample, call))
         if state.pending:
             return
         unheard = tuple(call for call in state.turns if heard is not None and call not in heard)
         if len(unheard) < len(state.turns):
             self._over.append((sample, state.finish or "stop", unheard))
+            self._forget(sample)
             return
         call = 1 + max(state.turns, default=-1)
         state.last = replace(state.last, heard=[call])
         self._asked[TurnId(*sample, call)] = _Asked(self.format, None, state.asked)
         self._give(state, NextTurn(sample, call, None, state.request.prompt_tokens))
+
+    def _forget(self, sample: SampleId) -> None:
+        self._asked = {turn: asked for turn, asked in self._asked.items() if turn.sample != sample}
 
     def _ask(self, state: EpisodeState, request: AgentRequest, seconds: float) -> None:
         """Begin the turns of a request, or refuse it."""
@@ -165,6 +164,9 @@ class AgentLead(Lead):
         self, state: EpisodeState, request: AgentRequest, format: RawFormat, messages: Sequence[ChatMessage]
     ) -> tuple[int, ...]:
         """Tokens of a request's messages, up to the start of the model's turn."""
+        characters = sum(len(message["content"]) for message in messages)
+        if characters > format.longest * (most := self.limits.prompt + state.request.sampling.max_tokens):
+            raise RefusedTurn(f"{characters} characters are more than {most} tokens", AT_A_LIMIT)
         try:
             if request.parent is None:
                 return tuple(format.written(messages))
@@ -178,7 +180,7 @@ class AgentLead(Lead):
         """The turns of a request. tokens: of its messages. Raises RefusedTurn for a request beyond a limit."""
         turns, limit, forks = len(request.calls), self.limits.prompt, self._forks
         if state.begun.total() + turns > self.limits.turns:
-            state.finish = "turns"
+            state.finish = "turns" if request.trained else state.finish
             raise RefusedTurn(f"an episode has at most --rl-max-turns {self.limits.turns} turns", AT_A_LIMIT)
         before, common, root = self._before(state, request), 0, request.parent is None
         response, length = state.request.sampling.max_tokens, before + len(tokens)
@@ -202,9 +204,9 @@ class AgentLead(Lead):
                 if forks.shared
                 else length * forked + len(tokens) * (turns - forked)
             )
-            most = min(most, forks.left(state, new, length, turns, forked))
+            most = min(most, forks.left(state, new, turns))
         if most < 1:
-            state.finish = "length"
+            state.finish = "length" if request.trained else state.finish
             raise RefusedTurn(
                 f"no token is left for a turn behind {length} tokens: a conversation has at most {limit} + "
                 f"{response} (--rl-max-prompt-length, --rl-max-response-length)"

@@ -65,6 +65,7 @@ class RolloutRecord:
     process: RolloutProcess | None = None  # None before it begins
     due: float | None = None  # time since which its reply is due; None: it has not begun, or waits for turns
     waits: int = 0  # for so many turns
+    asked: bool = False  # whether it has requested a turn
     offered: bool = False  # whether it waits for a program that takes it
     late: str | None = None  # why it is stopped before its end
     ending: float | None = None  # deadline to stop; None: it is not given up, and not late
@@ -272,20 +273,28 @@ class AgentEnvironments:
             del self._rollouts[report.number]
         if rollout.sample not in self._known or self._known[rollout.sample] is not rollout:
             return
-        if over and rollout.late:
+        if over and rollout.late and self._offers and not rollout.asked:  # with a new key
+            self._offer(rollout)
+        elif over and rollout.late:
             self._reply(rollout, self._late(rollout, report))
         elif over or not rollout.late:
             if report.request is not None:
+                rollout.asked = True
                 rollout.waits, rollout.due = rollout.waits + len(report.request.calls), None
             done = {"reward": report.reward, "done": report.done, "heard": report.heard, "failure": failure}
             done["rewards"] = report.rewards
             self._reply(rollout, Reply(rollout.sample, request=report.request, seconds=report.seconds, **done))
 
+    def _offer(self, rollout: RolloutRecord) -> None:
+        """Offer an episode again that a program has taken and left."""
+        again = self._known[rollout.sample] = RolloutRecord(next(self._numbers), rollout.sample, rollout.data)
+        self._queue.append(again)
+
     def _late(self, rollout: RolloutRecord, report: RolloutReport) -> Reply:
         """The last reply of a rollout that was stopped. One that had a turn is graded."""
         if report.heard and self._forgives:
             return Reply(rollout.sample, done=True, finish="time", heard=report.heard, seconds=report.seconds)
-        return Reply(rollout.sample, failure=rollout.late, seconds=report.seconds)
+        return Reply(rollout.sample, failure=rollout.late, heard=report.heard, seconds=report.seconds)
 
     def _reply(self, rollout: RolloutRecord, reply: Reply) -> None:
         self._replies.append(reply)
@@ -302,6 +311,7 @@ class AgentEnvironments:
 
     def _excuse(self, gap: float) -> None:
         """Extend limits of replies by `gap`, the seconds without a read, if these are more than AWAY_SECONDS."""
+        self._taken += gap if gap > AWAY_SECONDS else 0.0
         for rollout in self._known.values() if gap > AWAY_SECONDS else ():
             if rollout.due is not None:
                 rollout.due += gap

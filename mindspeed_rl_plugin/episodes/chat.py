@@ -34,6 +34,7 @@ class RawFormat:
 
     most_calls: int | None = None
     close: int | None = None
+    longest: int  # characters of the longest token
     tools: Sequence[Mapping[str, Any]] = ()  # that the template shows
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "") -> None:
@@ -42,7 +43,7 @@ class RawFormat:
         self._marked, self._encode = self._control.marked, self._control.encode
         special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._ends = {tokenizer.eos_token_id, *special}
-        self._longest = max(map(len, tokenizer.get_vocab()))  # characters of the longest token
+        self.longest = max(map(len, tokenizer.get_vocab()))
 
     def prompt(self, messages: Sequence[ChatMessage], said: int = 0) -> list[int]:
         """Token ids of a conversation, up to the start of the model's turn. said: number of characters at the end of
@@ -71,7 +72,7 @@ class RawFormat:
         """An observation of at most `limit` tokens, and whether it was cut to this. A cut text ends with `CUT`, if this
         fits. Text that the template adds does not count. Halves of surrogate pairs become U+FFFD."""
         text = whole(text)
-        start = text[: limit * self._longest + 1]  # enough for more than `limit` tokens
+        start = text[: limit * self.longest + 1]  # enough for more than `limit` tokens
         tokens = self._encode(self._marked(start))
         if len(tokens) <= limit:
             return text, False

@@ -67,26 +67,24 @@ class EpisodeEngine:
         for request in requests:
             live = self._paused.pop(request.id, None)
             if live is None:
-                live = EpisodeState(request)
+                live = EpisodeState(request, self._agents)
                 if self._lead is not None:
                     self._lead.begin(live)
                 if not self._begins:
                     live.begin(NextTurn(request.id, 0, None, request.prompt_tokens))
+                    due.append(TurnId(*request.id, 0))
             else:
                 live.request = request
                 if self._lead is not None:
                     self._lead.resume(request.id)
+                due += [TurnId(*request.id, call) for call, turn in live.pending.items() if turn.submitted]
             self._live[request.id] = live
-            due += [
-                TurnId(*request.id, call) for call, turn in live.pending.items() if turn.submitted or not self._begins
-            ]
         self._sample(due)
 
     def poll(self, timeout: float) -> list[Completion]:
         """Work until an episode has ended; see `Engine`."""
         end, done = time.monotonic() + timeout, list[Completion]()
-        cut, self._cut = self._cut, []
-        self._sample(cut)
+        self._go_on()
         while self._live:
             if self._sampling or not self.shares_experts:
                 turns = self._engine.poll(BETWEEN_SECONDS if self._waiting else max(end - time.monotonic(), 0.0))
@@ -102,6 +100,7 @@ class EpisodeEngine:
         """Run `steps` steps of the engine; see `Engine`. If all episodes wait for environments, and the engine shares
         no experts, each step waits at most BETWEEN_SECONDS for a reply."""
         done = []
+        self._go_on()
         for _ in range(steps):
             done += self._follow(self._after(self._engine.step_along(1), time.monotonic() + BETWEEN_SECONDS))
         return done
@@ -134,6 +133,11 @@ class EpisodeEngine:
         """Whether an episode waits for its environment or, in lockstep, for other episodes; one with an agent may."""
         return self._agents or len({turn.sample for turn in self._sampling}) < len(self._live)
 
+    def _go_on(self) -> None:
+        """Submit the interrupted turns of episodes that are not interrupted."""
+        cut, self._cut = self._cut, []
+        self._sample(cut)
+
     def _sample(self, due: Sequence[TurnId]) -> None:
         requests = [self._live[turn.sample].next_turn(turn.call, self._longest) for turn in due]
         self._sampling |= {*due}
@@ -164,7 +168,7 @@ class EpisodeEngine:
             for call in sorted(unheard, reverse=True):
                 self._live[sample].unsay(call)
             if self._last:
-                del self._live[sample].paths[:-1]
+                self._live[sample].keep_last()
         if plan.due or plan.over or plan.answered > self._answered:
             self._progress, self._answered = time.monotonic(), plan.answered
         self._sample(plan.due)

@@ -19,6 +19,7 @@ from mindspeed_rl_plugin.episodes.environments import CheckFields, Environments,
 from mindspeed_rl_plugin.episodes.episode_rows import (
     DUMPED,
     EPISODE_COUNTS,
+    FORK_COUNTS,
     MEASURED,
     EpisodeMeter,
     check_paths,
@@ -33,7 +34,7 @@ from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.prompts.tokenizer import load_tokenizer
 from mindspeed_rl_plugin.ranks import on_all_ranks, rank_of_job
 from mindspeed_rl_plugin.reward.items import opening
-from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, longest_paths
+from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, longest_responses
 
 
 class EpisodeKind(ResponseKind):
@@ -87,10 +88,10 @@ class EpisodeKind(ResponseKind):
             [(0, length)],
             [0.0],
             _answered(prompt, length),
-            counts=dict.fromkeys(EPISODE_COUNTS, 0),
+            counts=dict.fromkeys(EPISODE_COUNTS + FORK_COUNTS, 0),
             tools=[(0, 0)] * len(self.tools),
             failed=False,
-            paths=[0] if self.stops else None,
+            paths=[(0, len(prompt.tokens))] if self.stops else None,
         )
         return dataclasses.replace(completion, columns={**completion.columns, **columns})
 
@@ -98,7 +99,7 @@ class EpisodeKind(ResponseKind):
         return rows["prompt_length"], ~rows["environment_began"].bool()
 
     def response_lengths(self, rows: Rows) -> Tensor:
-        return longest_paths(rows) - rows["prompt_length"]
+        return longest_responses(rows)
 
     def sampled(self, rows: Rows) -> Tensor:
         return sampled_tokens(rows)
@@ -128,13 +129,13 @@ class EpisodeKind(ResponseKind):
             say(f"warning: {text}")
 
 
-def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: str) -> ResponseKind:
-    """The kind of responses that the flags choose. run: directory of the run.
+def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: str, multiple: int = 1) -> ResponseKind:
+    """The kind of responses that the flags choose. run: directory of the run; multiple: as in `EpisodeSetup.of`.
 
     Environments start on the first rank of each engine. If engines run in other processes, only the first rank of the
     job starts environments, for the trial. Collective. Raises ValueError, on all ranks, if they cannot start.
     """
-    if (setup := EpisodeSetup.of(config, tokenizer_path)) is None:
+    if (setup := EpisodeSetup.of(config, tokenizer_path, multiple)) is None:
         return ONE_TURN
     setup, apart = dataclasses.replace(setup, run=run), config.schedule.apart
     rank, here = rank_of_job(), None

@@ -16,17 +16,20 @@ from mindspeed_rl_plugin.rows import FINISH, Column, Ragged, Rows, pack_json
 
 EPISODE_COUNTS = (
     *("calls", "malformed", "unknown", "arguments", "raised"),
-    *("observation_tokens", "cut", "special", "milliseconds", "roots", "forks"),
-    *("differ_role", "differ_content", "differ_reasoning", "differ_tool_calls", "differ_tool_call_id", "differ_tools"),
+    *("observation_tokens", "cut", "special", "milliseconds"),
 )
 """Numbers that are counted in an episode. calls: calls that were made; malformed: calls that cannot be read; unknown:
 calls of unknown tools; arguments: calls with wrong arguments; raised: calls that failed; observation_tokens: tokens
 between turns; cut: observations that were cut to --rl-max-observation-length; special: messages of the environment
-with the text of a control token (see `chat`); milliseconds: time of the user's code. Of agents: roots: conversations
-that are no continuation; forks: other turns that begin a path; differ_*: such conversations by the first field that
-differs from an earlier one."""
+with the text of a control token (see `chat`); milliseconds: time of the user's code."""
+FORK_COUNTS = (
+    *("roots", "forks", "differ_role", "differ_content", "differ_reasoning", "differ_tool_calls"),
+    *("differ_tool_call_id", "differ_tools"),
+)
+"""The same of agents. roots: conversations that are no continuation; forks: other turns that begin a path; differ_*:
+such conversations by the first field that differs from an earlier one."""
 
-_ONLY_MEASURED = ("environment_failed", "episode_counts", "tool_calls")
+_ONLY_MEASURED = ("environment_failed", "episode_counts", "tool_calls", "fork_counts")
 MEASURED = ("prompt_length", "turns", "paths", *_ONLY_MEASURED)
 DUMPED = ("paths", "turn_reward", "conversation", *_ONLY_MEASURED)
 FAILING = 16  # the run stops if a tool failed in every call of the last FAILING episodes that called it
@@ -47,9 +50,10 @@ def episode_columns(tools: int, turns: int, agent: bool = False) -> tuple[Column
         ColumnSpec("episode_counts", torch.int64, "sample", ragged=False, trailing=(len(EPISODE_COUNTS),)),
     )
     calls = ColumnSpec("tool_calls", torch.int64, "sample", ragged=False, trailing=(tools, 2))
-    # first token of each path, as index of the row's `tokens`
-    paths = ColumnSpec("paths", torch.int64, "sample", ragged=True, longest=turns)
-    return (*columns, *([calls] if tools else []), *([paths] if agent else []))
+    # first token of each path, as index of the row's `tokens`, and tokens before its first turn
+    paths = ColumnSpec("paths", torch.int64, "sample", ragged=True, trailing=(2,), longest=turns)
+    forks = ColumnSpec("fork_counts", torch.int64, "sample", ragged=False, trailing=(len(FORK_COUNTS),))
+    return (*columns, *([calls] if tools else []), *([paths, forks] if agent else []))
 
 
 def episode_row(
@@ -62,7 +66,7 @@ def episode_row(
     counts: Mapping[str, int],
     tools: Sequence[Sequence[int]],
     failed: bool,
-    paths: Sequence[int] | None = None,
+    paths: Sequence[tuple[int, int]] | None = None,
 ) -> dict[str, Column]:
     """The columns of one episode, B = 1.
 
@@ -73,9 +77,9 @@ def episode_row(
     conversation: chat messages (JSON values), with the environment's last reply, which the model never sees. Messages
     of the model also have `turn`, the turn's [first, end) in response tokens, and `reward`. `seconds`, the time of the
     environment's reply, are in the reply's first message or, if the reply has none, in the message before.
-    counts: by the names in `EPISODE_COUNTS`.
+    counts: by the names in `EPISODE_COUNTS` and, with paths, `FORK_COUNTS`.
     tools: for each tool, number of its calls, and of those that failed.
-    paths: first token of each path in the row; None: rows have one path.
+    paths: first token of each path in the row, and the tokens before its first turn; None: rows have one path.
     """
     columns: dict[str, Column] = {
         "prompt_length": torch.tensor([len(prompt)]),
@@ -88,7 +92,10 @@ def episode_row(
     }
     if tools:
         columns["tool_calls"] = torch.tensor([[list(calls) for calls in tools]])
-    return columns if paths is None else columns | {"paths": Ragged.from_rows([torch.tensor(paths)])}
+    if paths is not None:
+        columns["paths"] = Ragged.from_rows([torch.tensor(paths)])
+        columns["fork_counts"] = torch.tensor([[counts[name] for name in FORK_COUNTS]])
+    return columns
 
 
 # checks of rows
@@ -115,11 +122,14 @@ def check_paths(rows: Rows) -> Checks:
     if (paths := rows.columns.get("paths")) is None:
         return
     of, at = places(paths.lengths)
-    text = "paths {}; give the first token of each path, the first one 0, in order, none within a turn"
+    text = (
+        "paths {}; give [first token, tokens of its prompt] of each path, the first one at 0, in order, none in a turn"
+    )
     yield torch.arange(len(rows)), paths.lengths < 1, text, lambda i: paths.row(int(i)).tolist()
-    starts, sampled = paths.values, sampled_tokens(rows)
+    (starts, prompts), sampled = paths.values.T, sampled_tokens(rows)
     least = torch.where(at > 0, starts.roll(1) + 1, 0)
-    bad = (starts < least) | ((at == 0) & (starts != 0)) | (starts >= rows["tokens"].lengths[of])
+    first = (at == 0) & ((starts != 0) | (prompts != rows["prompt_length"][of]))
+    bad = (starts < least) | first | (prompts < 1) | (starts + prompts >= rows["tokens"].lengths[of])
     yield of, bad, text, lambda s: paths.row(int(of[s])).tolist()
     yield of, sampled[rows["tokens"].offsets[of] + starts], text, lambda s: paths.row(int(of[s])).tolist()
 
@@ -200,15 +210,16 @@ class EpisodeMeter:
             "episode/special": float(totals["special"]),
             "episode/seconds": totals["milliseconds"] / 1000 / count,
             "episode/failed": float(rows["environment_failed"].sum()),
-            **({} if not totals["roots"] else self._of_agents(totals, count)),
+            **(self._forks(rows["fork_counts"]) if "fork_counts" in rows.columns else {}),
             "tools/calls": totals["calls"] / count,
             **{f"tools/{name}": float(totals[name]) for name in ("malformed", "unknown", "arguments", "raised")},
         }
 
     @staticmethod
-    def _of_agents(totals: Mapping[str, int], count: int) -> dict[str, float]:
-        differ = {f"episode/{name}": float(totals[name]) for name in EPISODE_COUNTS if name.startswith("differ_")}
-        return {"episode/roots": totals["roots"] / count, "episode/forks": totals["forks"] / count, **differ}
+    def _forks(counts: Tensor) -> dict[str, float]:
+        """counts: `[B, FORK_COUNTS]`."""
+        means = zip(FORK_COUNTS, counts.sum(0).tolist(), strict=True)
+        return {f"episode/{n}": total / (1 if n.startswith("differ_") else len(counts)) for n, total in means}
 
     def _check_tools(self, tool_calls: Tensor) -> None:
         """Raise only after FAILING episodes; in a single episode the model may be the cause. tool_calls: `[B, tools,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindspeed_rl_plugin.engine.routes import ROUTES, continued, routes_of
 from mindspeed_rl_plugin.episodes.environments import Reply, TurnLimits
-from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, episode_row
+from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, FORK_COUNTS, episode_row
 from mindspeed_rl_plugin.rows import Column, Completion, GenerateRequest, Ragged, SampleId, TurnId
 
 OF_ROOTS, OF_FORKS = 1 << 32, 1 << 33  # numbers in seeds of paths; turns have smaller ones
@@ -109,6 +109,7 @@ class EpisodeState:
     fields."""
 
     request: GenerateRequest
+    agent: bool = False  # whether it may have several paths
     paths: list[Path] = field(default_factory=list)  # in the order of their first turns
     turns: dict[int, tuple[Path, int]] = field(default_factory=dict)  # call -> a path with it, its turns up to it
     pending: dict[int, PendingTurn] = field(default_factory=dict)  # by call
@@ -118,7 +119,7 @@ class EpisodeState:
     asked: Sequence[Mapping[str, Any]] = ()  # messages of the data, or its prompt as a user's message
     opening: list[dict[str, Any]] = field(default_factory=list)  # the conversation before the first turn
     rewards: dict[int, float] = field(default_factory=dict)  # of the turns, by call
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EPISODE_COUNTS, 0))
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EPISODE_COUNTS + FORK_COUNTS, 0))
     tools: dict[str, list[int]] = field(default_factory=dict)  # name -> number of calls, and of failed ones
     failure: str | None = None  # why its environment cannot continue
     finish: str | None = None  # why it ends; with an environment set while only its last reply is due
@@ -165,14 +166,28 @@ class EpisodeState:
     def unsay(self, call: int) -> None:
         """Take a turn back that nothing continues, with the tokens before it that the model saw only then."""
         path, count = self.turns.pop(call)
-        if all(path is not other for other, _ in self.turns.values()):
+        before = path.until(count - 1)
+        for name in ("tokens", "logps", "segments", "turns", "routes", "head", "conversation"):
+            setattr(path, name, getattr(before, name))
+        others = (other for other in self.paths if other is not path and other.turns[: count - 1] == path.turns)
+        if (other := next(others, None)) is not None or count == 1:  # nothing is left, or it is the start of another
             self.paths.remove(path)
-        else:
-            before = path.until(count - 1)
-            for name in ("tokens", "logps", "segments", "turns", "routes", "head", "conversation"):
-                setattr(path, name, getattr(before, name))
-        if (lost := self.rewards.pop(call, 0.0)) and self.paths:
-            self.reward(lost)
+            self.turns |= {
+                call: (other, n) for n, (*_, call) in enumerate(path.turns, 1) if self.turns[call][0] is path
+            }
+        order = [*self.turns]
+        self.paths.sort(key=lambda path: order.index(path.turns[-1][2]))
+        self._give_lost(self.rewards.pop(call, 0.0))
+
+    def keep_last(self) -> None:
+        """Keep only the last path; it gets the rewards of the others."""
+        del self.paths[:-1]
+        kept = {call for *_, call in self.path.turns} if self.paths else set()
+        self._give_lost(sum(self.rewards.pop(call) for call in [*self.rewards] if call not in kept))
+
+    def _give_lost(self, reward: float) -> None:
+        if reward and self.paths:
+            self.reward(reward)
 
     def next_turn(self, call: int, longest: int) -> GenerateRequest:
         """The request for a pending turn, or for the rest of an interrupted one. longest: limit of a turn [tokens]."""
@@ -196,12 +211,12 @@ class EpisodeState:
         paths, parts = [*self.paths], {id(p.path): p.partial for p in pending if p.partial is not None}
         paths += [p.path for p in pending if p.path not in paths]
         tokens, logps, segments = list[int](), list[float](), list[tuple[int, int]]()
-        turns, starts = dict[int, tuple[int, int]](), [0]
+        turns, starts = dict[int, tuple[int, int]](), list[tuple[int, int]]()
         prompt = paths[0].prompt if paths else self.request.prompt_tokens
         for path in paths:
             part, at = parts.get(id(path)), len(tokens)
+            starts.append((len(prompt) + at if starts else 0, len(path.prompt)))
             if path is not paths[0]:
-                starts.append(len(prompt) + at)
                 tokens += path.prompt
                 logps += [0.0] * len(path.prompt)
             start = len(tokens)
@@ -231,7 +246,7 @@ class EpisodeState:
 
     # on the first rank
 
-    def _columns(self, turns: Mapping[int, tuple[int, int]], starts: Sequence[int]) -> dict[str, Column]:
+    def _columns(self, turns: Mapping[int, tuple[int, int]], starts: Sequence[tuple[int, int]]) -> dict[str, Column]:
         routes = [path.routes for path in self.paths if path.routes is not None]
         return ({ROUTES: Ragged.from_rows([torch.cat(routes)])} if routes else {}) | episode_row(
             self.paths[0].prompt,
@@ -242,7 +257,7 @@ class EpisodeState:
             counts=self.counts,
             tools=[*self.tools.values()],
             failed=self.failure is not None,
-            paths=starts,
+            paths=starts if self.agent else None,
         )
 
     def _said(self, turns: Mapping[int, tuple[int, int]]) -> list[dict[str, Any]]:

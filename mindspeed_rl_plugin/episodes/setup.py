@@ -51,8 +51,9 @@ class EpisodeSetup:
     forks: ForkLimits = ForkLimits()
 
     @classmethod
-    def of(cls, config: RLConfig, tokenizer: str) -> EpisodeSetup | None:
-        """From a job's flags; None if responses are not episodes. tokenizer: its directory."""
+    def of(cls, config: RLConfig, tokenizer: str, multiple: int = 1) -> EpisodeSetup | None:
+        """From a job's flags; None if responses are not episodes. tokenizer: its directory; multiple: of which lengths
+        of micro-batches are multiples."""
         if not (flags := config.episodes).on:
             return None
         flags = dataclasses.replace(
@@ -70,7 +71,7 @@ class EpisodeSetup:
         more = {"sampling": (rollout.temperature, rollout.top_p, rollout.top_k), "rewarded": rewarded, **trust}
         more["no_stops"] = config.schedule.going_on
         if flags.requests:
-            more["forks"] = _forks(config)
+            more["forks"] = _forks(config, multiple)
         return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **more)
 
     @classmethod
@@ -164,14 +165,14 @@ class EpisodeSetup:
         return EpisodeEngine(engine, longest, begins, lead, peers, flags.requests, flags.agent_branches == "last")
 
 
-def _forks(config: RLConfig) -> ForkLimits:
+def _forks(config: RLConfig, multiple: int) -> ForkLimits:
     forward, refused = config.forward, ""
     if resolve(config.algorithm).needs_critic:
         refused = "--rl-advantage gae needs one conversation: continue it, or start the job with another estimator"
-    elif forward.max_tokens_per_microbatch is None:
-        refused = "a micro-batch has a fixed number of rows of one conversation each: start the job with "
-        refused += "--rl-max-tokens-per-microbatch"
-    return ForkLimits(refused, forward.max_tokens_per_microbatch, forward.pack_sequences, forward.share_prompts)
+    elif not forward.pack_sequences:
+        refused = "a row of a micro-batch is one conversation: start the job with --rl-pack-sequences"
+    most = forward.max_tokens_per_microbatch
+    return ForkLimits(refused, most and most // multiple * multiple, forward.share_prompts)
 
 
 def _agent(agent: str) -> str:

@@ -140,7 +140,7 @@ def by_path(column: Ragged, rows: Rows) -> Ragged:
     """A per-token column with each path as a row of its own."""
     if (paths := rows.columns.get("paths")) is None:
         return column
-    starts = paths.values + column.offsets[:-1].repeat_interleave(paths.lengths)
+    starts = paths.values[:, 0] + column.offsets[:-1].repeat_interleave(paths.lengths)
     return Ragged(column.values, torch.cat([starts, column.offsets[-1:]]))
 
 

@@ -36,21 +36,15 @@ def _shared(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs[0]) if len(differs) else shorter
 
 
-def row_sizes(rows: Rows, packed: bool, shared: bool) -> list[int]:
-    """Tokens that the model runs for each row alone, without padding at its end. rows: `length` (or `tokens`), and
-    `paths` if rows may have several; shared: paths run common first tokens once, so `tokens` is needed."""
+def row_sizes(rows: Rows, shared: bool) -> list[int]:
+    """Tokens that the model runs for each row alone, without padding. rows: `length` (or `tokens`), and `paths` if rows
+    may have several; shared: paths run common first tokens once, so `tokens` is needed."""
     lengths = (rows["length"] if "length" in rows.columns else rows["tokens"].lengths).tolist() if len(rows) else []
-    if "paths" not in rows.columns:
+    if "paths" not in rows.columns or not shared:
         return lengths
-    sizes = []
-    for i, starts in enumerate(rows["paths"].rows()):
-        bounds = [*starts.tolist(), lengths[i]]
-        if shared:
-            paths = np.split(rows["tokens"].row(i).numpy(), bounds[1:-1])
-            sizes.append(lengths[i] - sum(n for _, n in common_tokens(paths)))
-        else:
-            sizes.append(lengths[i] if packed else int(np.diff(bounds).max()) * len(starts))
-    return sizes
+    starts = [paths[1:, 0].tolist() for paths in rows["paths"].rows()]
+    split = (np.split(row.numpy(), at) for row, at in zip(rows["tokens"].rows(), starts, strict=True))
+    return [n - sum(same for _, same in common_tokens(paths)) for n, paths in zip(lengths, split, strict=True)]
 
 
 def first_paths(rows: Rows) -> list[np.ndarray]:
@@ -58,7 +52,7 @@ def first_paths(rows: Rows) -> list[np.ndarray]:
     tokens = [row.numpy() for row in rows["tokens"].rows()]
     if "paths" not in rows.columns:
         return tokens
-    others = [starts[1:2].tolist() for starts in rows["paths"].rows()]
+    others = [paths[1:2, 0].tolist() for paths in rows["paths"].rows()]
     return [row[: start[0]] if start else row for row, start in zip(tokens, others, strict=True)]
 
 

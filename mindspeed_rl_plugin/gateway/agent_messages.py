@@ -141,28 +141,38 @@ class History:
     def match(self, request: TurnRequest) -> Match:
         """The longest held conversation with which a request begins, if only messages of tools or users follow. Of
         equal ones the one whose marks come back, else the latest."""
-        given, found, at, differs, why = request.messages, None, 0, "", ""
+        given, differs, why = request.messages, "", ""
         roots = self._behind.get(None, [])
         fits = [turn for turn in roots if turn.tools == request.tools]
-        if roots and not fits:
-            differs, why = "tools", "the tools are not those of a former request"
-        while fits:
-            places = [_first_difference(turn.messages, given[at:]) for turn in fits]
-            same = [turn for turn, place in zip(fits, places, strict=True) if place is None]
-            if not same:
-                n, differs = max(place for place in places if place is not None)
-                why = f"message {at + n} ({given[at + n]['role']}) has another {differs} than before" if differs else ""
-                break
-            marked = [turn for turn in same if turn.turn.mark in _marks(given[at + len(turn.before)])]
-            found = (marked or same)[-1]
-            at += len(found.messages)
-            fits = self._behind.get(found.call, [])
+        found, at, (place, field) = self._longest(fits, given, 0)
         new = list(given[at:])
         if found is not None and new and all(message["role"] in ("tool", "user") for message in new):
             return Match(found, self._named(given, new))
-        if found is not None and not differs:
+        if roots and not fits:
+            differs, why = "tools", "the tools are not those of a former request"
+        elif field:
+            differs, why = field, f"message {place} ({given[place]['role']}) has another {field} than before"
+        elif found is not None:
             differs, why = "role", "behind the last turn there is a message that is neither a tool's nor a user's"
         return Match(None, self._named(given, list(given)), differs, why)
+
+    def _longest(
+        self, fits: Sequence[HeldTurn], given: Sequence[CanonicalMessage], at: int
+    ) -> tuple[HeldTurn | None, int, tuple[int, str]]:
+        """The last turn of the longest of conversations that go on with one of these turns, with the messages from
+        number `at` on; where it ends; the furthest message that differs in one of them, and its field."""
+        found, end, furthest, marked = None, at, (at, ""), False
+        for turn in fits:
+            if (place := _first_difference(turn.messages, given[at:])) is not None:
+                furthest = max(furthest, (at + place[0], place[1]))
+                continue
+            behind = at + len(turn.messages)
+            last, reached, place = self._longest(self._behind.get(turn.call, []), given, behind)
+            furthest = max(furthest, place)
+            same = turn.turn.mark in _marks(given[behind - 1])
+            if (reached, same) >= (end, marked):  # of equal ones the latest
+                found, end, marked = last or turn, reached, same
+        return found, end, furthest
 
     @staticmethod
     def _named(given: Sequence[CanonicalMessage], new: list[CanonicalMessage]) -> list[CanonicalMessage]:

@@ -24,7 +24,7 @@ from typing import Any
 from mindspeed_rl_plugin.environment import NO_PROXY, reach_directly, users_variables
 from mindspeed_rl_plugin.gateway.agent_messages import CLEAN_UP_SECONDS, AgentSetup
 from mindspeed_rl_plugin.gateway.command import AgentFailed, run_command
-from mindspeed_rl_plugin.gateway.conversation import Conversation
+from mindspeed_rl_plugin.gateway.conversation import Conversation, TurnRewards
 from mindspeed_rl_plugin.gateway.endpoints import Gateway
 from mindspeed_rl_plugin.workers.child import Parent, describe, exchange, why_not_loaded
 from mindspeed_rl_plugin.workers.keeper import keep
@@ -90,11 +90,11 @@ class Agents:
             reward = await self._play(row, conversation, episode)
             if reward is not None and not self._setup.rewarded:
                 self._note("the reward that the agent gives is not graded; for this add environment to --rl-reward")
-            rewards = reward if isinstance(reward, dict) else {}
+            rewards = reward if isinstance(reward, TurnRewards) else {}
             reward = sum(rewards.values()) if rewards else reward
             if reward is None and self._setup.rewarded and not conversation.limited:
                 raise AgentFailed("gave no reward; let it give one (docs/agents.md), or name graders in --rl-reward")
-            if not math.isfinite(reward := float(reward or 0.0)):
+            if not math.isfinite(reward := float(0.0 if reward is None else reward)):
                 raise AgentFailed(f"gave the reward {reward}, which is no finite number")
             if not conversation.heard:
                 raise AgentFailed("ended before it had a turn of the model")

@@ -82,7 +82,7 @@ def ignored(
     own["top_k"] = (sampling.top_k, *([-1] if sampling.top_k == 0 else []))
     for name, values in {**neutral, **own}.items():
         value = given.get(name)
-        if name not in given or value in values:
+        if name not in given or value in values or (value == "none" and not given.get("tools")):
             continue
         text = f"the field {name!r} of agents' requests, {json.dumps(value):.60},"
         if name == "tool_choice" and value in ("required", "any"):  # some frameworks always send it
@@ -188,4 +188,11 @@ def call_of(where: str, name: Any, arguments: Any, number: Any) -> dict[str, Any
         raise RefusedRequest(
             f"{where} has a tool call that is no name with a JSON object of arguments: {name!r:.80}, {arguments!r:.80}"
         )
-    return {"id": number, "name": name, "arguments": value}
+    return {"id": call_id(where, number), "name": name, "arguments": value}
+
+
+def call_id(where: str, number: Any) -> str | None:
+    """The id of a call. Raises RefusedRequest for one that is no text."""
+    if number is not None and not isinstance(number, str):
+        raise RefusedRequest(f"{where} has a call whose id is {number!r:.40}; give a text")
+    return number

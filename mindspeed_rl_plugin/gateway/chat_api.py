@@ -53,7 +53,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
                 raise RefusedRequest(f"{where} has `tool_calls` that are no list: {json.dumps(calls):.80}")
             out["tool_calls"] = [_call(where, call if isinstance(call, dict) else {}) for call in calls]
     if out["role"] == "tool":
-        out["tool_call_id"] = message.get("tool_call_id")
+        out["tool_call_id"] = parts.call_id(where, message.get("tool_call_id"))
     return out
 
 

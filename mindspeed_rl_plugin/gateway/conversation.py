@@ -26,6 +26,10 @@ from mindspeed_rl_plugin.gateway.agent_messages import (
 MOST_REFUSED = 64  # requests beyond a limit; further ones get an error at once
 
 
+class TurnRewards(dict[int, float]):
+    """Rewards by the numbers of turns."""
+
+
 @dataclass(eq=False)
 class PendingCall:
     """A request for turns."""
@@ -66,8 +70,8 @@ class Conversation:
         return [number for number, call in self._calls.items() if call.heard and call.request.trained]
 
     def turn_of(self, response: str) -> int | None:
-        """Number of the turn of a response, by its id; None: this conversation has none."""
-        spoken = (pair for call in self._calls.values() for pair in call.spoken.items())
+        """Number of the turn of a response that is trained, by its id; None: this conversation has none."""
+        spoken = (pair for call in self._calls.values() if call.request.trained for pair in call.spoken.items())
         return next((n for n, turn in spoken if response.endswith((f"-{turn.mark}", f"_{turn.mark}"))), None)
 
     async def ask(self, request: TurnRequest, body: bytes, again: bool) -> PendingCall:

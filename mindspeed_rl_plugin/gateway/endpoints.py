@@ -108,12 +108,12 @@ class Gateway:
     async def _models(self, request: Request) -> Response:
         self._known(request)
         model = {"object": "model", "created": 0, "owned_by": "job"}
-        return _json_response({"object": "list", "data": [{"id": name, **model} for name in MODEL_NAMES]})
+        return json_response({"object": "list", "data": [{"id": name, **model} for name in MODEL_NAMES]})
 
     async def _count(self, request: Request) -> Response:
         conversation = self._known(request)
         _, _, asked = await self._read(MESSAGES_API, request)
-        return _json_response({"input_tokens": await conversation.count(asked)})
+        return json_response({"input_tokens": await conversation.count(asked)})
 
     async def _turn(self, api: AgentApi, request: Request) -> Response:
         conversation = self._known(request)
@@ -128,15 +128,12 @@ class Gateway:
         if await request.is_disconnected():  # the turn is kept for the same request, sent again
             return Response(status_code=499)
         turns, call.heard = call.turns.result(), True
-        return _json_response(api.answer(Answers(turns, body, created)))
+        return json_response(api.answer(Answers(turns, body, created)))
 
     async def _read(self, api: AgentApi, request: Request) -> tuple[bytes, Any, TurnRequest]:
         """The body, as bytes and as JSON, and what it asks for. Raises RefusedRequest."""
         raw = await read_body(request)
-        try:
-            body = parsed(raw)
-        except ValueError as error:
-            raise RefusedRequest(f"the body is no JSON that is read here: {error}") from None
+        body = read_json(raw)
         asked = api.read(body, self._sampling)
         for note in asked.notes:
             self._note(note)
@@ -192,7 +189,14 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _json_response(value: Any, status: int = 200) -> Response:
+def read_json(raw: bytes) -> Any:
+    try:
+        return parsed(raw)
+    except ValueError as error:
+        raise RefusedRequest(f"the body is no JSON that is read here: {error}") from None
+
+
+def json_response(value: Any, status: int = 200) -> Response:
     """In ASCII, because texts may have halves of characters, which are no UTF-8."""
     return Response(json.dumps(value), status, media_type="application/json")
 
@@ -200,7 +204,7 @@ def _json_response(value: Any, status: int = 200) -> Response:
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, RefusedRequest)
     api = next((api for path, api in APIS.items() if request.url.path.startswith(path)), CHAT_API)
-    return _json_response(api.error(refused), refused.status)
+    return json_response(api.error(refused), refused.status)
 
 
 async def _unknown(request: Request, _: Exception) -> Response:

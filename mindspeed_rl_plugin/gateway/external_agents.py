@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from mindspeed_rl_plugin.gateway.agent_messages import CLEAN_UP_SECONDS, AgentSetup, RefusedRequest, parsed
+from mindspeed_rl_plugin.gateway.agent_messages import CLEAN_UP_SECONDS, AgentSetup, RefusedRequest
 from mindspeed_rl_plugin.gateway.agent_process import Agents, listen, serve
 from mindspeed_rl_plugin.gateway.command import AgentFailed
-from mindspeed_rl_plugin.gateway.conversation import Conversation
-from mindspeed_rl_plugin.gateway.endpoints import bearer, read_body
+from mindspeed_rl_plugin.gateway.conversation import Conversation, TurnRewards
+from mindspeed_rl_plugin.gateway.endpoints import bearer, json_response, read_body, read_json
 from mindspeed_rl_plugin.workers.child import Parent
 from mindspeed_rl_plugin.workers.keeper import keep
 
@@ -78,8 +78,8 @@ class ExternalAgents(Agents):
     async def _take(self, request: Request) -> Response:
         self._admit(request)
         end = time.monotonic() + TAKE_SECONDS
-        while not self._offers:
-            if time.monotonic() >= end or await request.is_disconnected():
+        while (gone := await request.is_disconnected()) or not self._offers:
+            if gone or time.monotonic() >= end:
                 return Response(status_code=204)
             await asyncio.sleep(OFFER_LOOK_SECONDS)
         offer = self._offers.popleft()
@@ -87,46 +87,45 @@ class ExternalAgents(Agents):
         self._taken[conversation.name] = offer
         conversation.tell(taken=True)
         address = {"base_url": f"{self.gateway.url}/v1", "api_key": conversation.key}
-        return JSONResponse({"id": conversation.name, "row": offer.row, **address})
+        return json_response({"id": conversation.name, "row": offer.row, **address})
 
     async def _end(self, request: Request) -> Response:
         self._admit(request)
+        body = read_json(await read_body(request) or b"{}")
         if (offer := self._taken.get(name := request.path_params["name"])) is None or offer.over.done():
             raise RefusedRequest(f"there is no running episode {name:.40}; it has ended, or was late", 404, "not_found")
-        try:
-            body = parsed(await read_body(request) or b"{}")
-        except ValueError as error:
-            raise RefusedRequest(f"the body is no JSON that is read here: {error}") from None
         known = ("reward", "rewards", "failure")
         if not isinstance(body, dict) or len(body) > 1 or set(body) - set(known):
             raise RefusedRequest(f"the body must be a JSON object with one of {', '.join(known)}")
-        if failure := body.get("failure"):
-            offer.over.set_exception(AgentFailed(f"failed: {failure!s:.2000}"))
+        if "failure" in body:
+            offer.over.set_exception(AgentFailed(f"failed: {body['failure']!s:.2000}"))
         elif "rewards" in body:
             offer.over.set_result(_by_turn(offer.conversation, body["rewards"]))
         else:
             offer.over.set_result(_number(body["reward"]) if "reward" in body else None)
-        return JSONResponse({"heard": len(offer.conversation.heard)})
+        return json_response({"heard": len(offer.conversation.heard)})
 
     def _admit(self, request: Request) -> None:
         if not hmac.compare_digest(self._secret.encode(), bearer(request).encode()):
             raise RefusedRequest(f"this is not the secret of {self._file.name}", 401, "invalid_api_key")
 
 
-def _by_turn(conversation: Conversation, rewards: Any) -> dict[int, float]:
+def _by_turn(conversation: Conversation, rewards: Any) -> TurnRewards:
     """Rewards by number of the turn. rewards: by id of a response."""
     if not isinstance(rewards, dict) or not rewards:
         raise RefusedRequest("`rewards` must be a JSON object {id of a response: number}")
     turns = {name: conversation.turn_of(name) for name in rewards}
     if unknown := [name for name, turn in turns.items() if turn is None]:
         raise RefusedRequest(f"no response of this episode has the id {unknown[0]!r:.60}")
-    return {turns[name]: _number(value) for name, value in rewards.items()}
+    return TurnRewards({turns[name]: _number(value) for name, value in rewards.items()})
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RefusedRequest(f"a reward is {json.dumps(value):.40}; give a number")
-    return float(value)
+    try:
+        assert not isinstance(value, (bool, str))
+        return float(value)
+    except (AssertionError, TypeError, OverflowError):
+        raise RefusedRequest(f"a reward is {value!r:.40}; give a number") from None
 
 
 def main(connection: int, lifeline: int) -> None:

@@ -60,7 +60,11 @@ def _messages(where: str, message: Any) -> Iterator[dict[str, Any]]:
             if result:
                 for block in blocks:
                     text = parts.text_of(where, block.get("content"))
-                    yield {"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")}
+                    yield {
+                        "role": "tool",
+                        "content": text,
+                        "tool_call_id": parts.call_id(where, block.get("tool_use_id")),
+                    }
             elif text := parts.text_of(where, [*blocks]):
                 yield {"role": "user", "content": text}
     else:

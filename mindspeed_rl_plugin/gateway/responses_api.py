@@ -58,7 +58,9 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             )
         if kind == "function_call_output":
             text = parts.text_of(where, item.get("output"), TEXT_KINDS)
-            messages.append({"role": "tool", "content": text, "tool_call_id": item.get("call_id")})
+            messages.append(
+                {"role": "tool", "content": text, "tool_call_id": parts.call_id(where, item.get("call_id"))}
+            )
             continue
         roles = [role for role in parts.ROLES if role != "tool"]
         role = parts.role_of(where, item, roles) if kind == "message" else "assistant"

@@ -20,6 +20,7 @@ from mindspeed_rl_plugin.engine.response_kind import ONE_TURN
 from mindspeed_rl_plugin.environment import replayed, say
 from mindspeed_rl_plugin.episodes.episode_kind import response_kind
 from mindspeed_rl_plugin.forward import ForwardSettings
+from mindspeed_rl_plugin.forward.settings import length_multiple
 from mindspeed_rl_plugin.generators.external_engines import check_servers
 from mindspeed_rl_plugin.host.engine_env import demand_routes, prepare_engine_env
 from mindspeed_rl_plugin.loop.arithmetic import arithmetic_of, tokens_of_group
@@ -61,7 +62,7 @@ def read_inputs(args: argparse.Namespace) -> Inputs:
         shared=config.forward.share_prompts,
     )
     run = os.path.abspath(config.monitor.directory(args.save))
-    responses = ONE_TURN if algorithm.from_pairs else response_kind(config, path, tokenizer, run)
+    responses = ONE_TURN if algorithm.from_pairs else response_kind(config, path, tokenizer, run, length_multiple(args))
     stream = functools.partial(_stream, tokenizer, config, algorithm.from_pairs, responses.tools)
     data = stream(config.data.prompt_data, args.seed if config.data.data_seed is None else config.data.data_seed)
     held_out = stream(config.monitor.eval_data, 0) if config.monitor.eval_data else None

@@ -116,7 +116,7 @@ class RolloutPlan:
 
     def read(self, groups: Sequence[Group], rows: Rows) -> None:
         """Keep the same of groups whose rows are at hand. rows: `tokens`, maybe `paths`, group by group."""
-        sizes = iter(row_sizes(rows, self.budget is not None and self.budget.packed, self.shares))
+        sizes = iter(row_sizes(rows, self.shares))
         firsts = iter(first_paths(rows))
         for group in groups:
             self.lengths[group] = tuple(itertools.islice(sizes, self.sizes.members))

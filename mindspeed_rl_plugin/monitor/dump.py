@@ -74,7 +74,7 @@ def read_rollout(path: str | os.PathLike[str], own: Iterable[str] = ()) -> Rows:
         rewards = [torch.tensor(row, dtype=torch.float32) for row in columns["turn_reward"].to_pylist()]
         out |= {"prompt_length": prompt.lengths, "turn_reward": Ragged.from_rows(rewards)}
     if "paths" in columns:
-        out["paths"] = _ragged(columns["paths"])
+        out["paths"] = Ragged.from_rows([torch.tensor(row) for row in columns["paths"].to_pylist()])
     if "routes" in columns:
         layers, topk, dtype = json.loads(table.schema.metadata[b"routes"])
         held = [torch.frombuffer(bytearray(row), dtype=getattr(torch, dtype)) for row in columns["routes"].to_pylist()]
@@ -150,7 +150,7 @@ def _of_turns(rows: Rows, prompt: Ragged) -> dict[str, Any]:
 
     turns = _shifted(rows["turns"].rows(), -prompt.lengths, [1, 1])
     texts = [_utf8(json.dumps(messages, ensure_ascii=False)) for messages in unpack_json(rows["conversation"])]
-    paths = {"paths": _list(rows["paths"])} if "paths" in rows.columns else {}
+    paths = {"paths": pa.array(row.tolist() for row in rows["paths"].rows())} if "paths" in rows.columns else {}
     return {"turns": pa.array(turns), "conversation": pa.array(texts), **paths}
 
 

@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.algorithms.rewards import rows_of
 from mindspeed_rl_plugin.dock import ColumnSpec
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, ResponseKind
 from mindspeed_rl_plugin.reward.specs import ENVIRONMENT
-from mindspeed_rl_plugin.rows import Ragged, Rows, group_index, longest_paths
+from mindspeed_rl_plugin.rows import Ragged, Rows, group_index, longest_responses
 from mindspeed_rl_plugin.stages.stage import Stage, StageSpec
 
 
@@ -75,7 +75,7 @@ def limited_lengths(rows: Rows) -> Tensor:
     its longest path."""
     if "prompt_length" not in rows.columns:
         return rows["response_length"]
-    return longest_paths(rows) - rows["prompt_length"]
+    return longest_responses(rows)
 
 
 def _estimated(rows: Rows, algorithm: Algorithm, limit: int, turn_weight: float) -> tuple[Tensor, Tensor]:

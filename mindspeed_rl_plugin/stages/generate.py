@@ -116,7 +116,10 @@ SPEC = StageSpec(
 
 def spec(kind: ResponseKind = ONE_TURN) -> StageSpec:
     """The stage, with the further columns that this kind of responses has."""
-    return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=(*SPEC.writes, *kind.columns))
+    paths = next((column.longest for column in kind.columns if column.name == "paths"), 0)  # each has a segment
+    *writes, segments = SPEC.writes
+    writes = (*writes, replace(segments, longest=segments.longest + paths), *kind.columns)
+    return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=writes)
 
 
 def requests_of(

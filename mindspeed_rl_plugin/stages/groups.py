@@ -33,7 +33,7 @@ class Groups(Stage):
         rows = self.look(ids)
         if self.context.config.forward.share_prompts:
             rows = rows.with_columns(**self.dock.read(ids, ["tokens"]).columns)
-        stats = group_stats(rows, self.context.config.forward.pack_sequences)
+        stats = group_stats(rows)
         parts = self.context.ranks.gather((stats, self.context.graders.take_failures()))
         self.failures.add([failed for _, failed in parts], show=self.context.leader)
         return {group: of_group for stats, _ in parts for group, of_group in stats.items()}
@@ -80,14 +80,14 @@ class Selection:
     kept: tuple[Group, ...] = ()  # without signal; they may fill the batch after the next round
 
 
-def group_stats(rows: Rows, packed: bool = False) -> dict[Group, GroupStats]:
+def group_stats(rows: Rows) -> dict[Group, GroupStats]:
     """Statistics of complete groups from the columns of `SPEC`, and `tokens` if rows run common tokens once; `reward`
-    is the task reward, before any penalty. packed: whether rows are packed."""
+    is the task reward, before any penalty."""
     members: dict[Group, list[int]] = {}
     for i, sample in enumerate(rows.ids):
         members.setdefault(sample[:2], []).append(i)
     shared = "tokens" in rows.columns
-    stats, sizes, firsts = {}, row_sizes(rows, packed, shared), first_paths(rows) if shared else ()
+    stats, sizes, firsts = {}, row_sizes(rows, shared), first_paths(rows) if shared else ()
     for group, mine in members.items():
         reward, broken = rows["reward"][mine].double(), not bool(rows["graded"][mine].all())
         empty = "valid" in rows.columns and not bool(rows["valid"][mine].any())

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import response_request
 from mindspeed_rl_plugin.episodes.environments import Reply, Turn
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
-from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS
+from mindspeed_rl_plugin.episodes.episode_rows import EPISODE_COUNTS, FORK_COUNTS
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling, unpack_json
 
@@ -169,7 +169,8 @@ def told(completion: Completion) -> SimpleNamespace:
     return SimpleNamespace(
         rewards=columns["turn_reward"].row(0).tolist(),
         conversation=unpack_json(columns["conversation"])[0],
-        counts=dict(zip(EPISODE_COUNTS, columns["episode_counts"][0].tolist(), strict=True)),
+        counts=dict(zip(EPISODE_COUNTS, columns["episode_counts"][0].tolist(), strict=True))
+        | (dict(zip(FORK_COUNTS, columns["fork_counts"][0].tolist(), strict=True)) if "paths" in columns else {}),
         tools=columns["tool_calls"][0].tolist() if "tool_calls" in columns else [],
         failed=bool(columns["environment_failed"][0]),
     )

@@ -337,3 +337,15 @@ def test_a_template_that_refuses_what_is_said_stops_all_ranks(at: str) -> None:
     with pytest.raises(EpisodeError, match=r"(?s)TemplateError: roles must alternate.* rollout 0, prompt 0, resp"):
         generate(engine, requests_of(1, 1, most=400), deadline=5)
     assert "roles must alternate" in plans[-1].error, "no rank waits for a plan that never comes"
+
+
+def test_without_an_environment_a_turn_that_waits_in_lockstep_is_submitted_once() -> None:
+    """Also if it is interrupted between its own reply and those of others."""
+    world = World(echo, slow=6)
+    engine, requests, done = over(world, replace(LIMITS, lockstep=True), longest=40), requests_of(3, most=400), []
+    engine.submit(requests)
+    while len(done) < len(requests):
+        done += engine.step_along(1)
+        stopped = {part.id for part in engine.abort()}
+        engine.submit([r for r in requests if r.id in stopped])
+    assert all(len(completion.turns) == 2 for completion in done)

@@ -157,7 +157,10 @@ def test_paths_run_as_rows_of_their_own_and_count_for_their_row(layout, lengths)
     rows = Rows(
         tuple(SampleId(0, 0, i) for i in range(len(lengths))),
         {name: Ragged(alone[name].values, offsets) for name in ("tokens", "routes", *names)}
-        | {"paths": Ragged.from_rows(starts), "segments": Ragged.from_rows([torch.tensor(p) for p in parts])},
+        | {
+            "paths": Ragged.from_rows([torch.stack([s, torch.ones_like(s)], 1) for s in starts]),
+            "segments": Ragged.from_rows([torch.tensor(p) for p in parts]),
+        },
     )
     shape = dataclasses.replace(LAYOUTS[layout], routed=(1,), experts=4)
     with swapped(vars(router_replay), weights_version=[1]):
@@ -174,12 +177,11 @@ def test_paths_run_as_rows_of_their_own_and_count_for_their_row(layout, lengths)
     back, by_path = to_rows(batch.columns["x"], batch), to_rows(expected.columns["x"], expected)
     assert torch.equal(back.values, by_path.values) and torch.equal(back.offsets, offsets)
     tokens = rows["tokens"].values.tolist()
-    sizes = row_sizes(rows, shape.packed, shape.shared)
+    sizes = row_sizes(rows, shape.shared)
     bounds = [[*(o + s).tolist(), e] for o, e, s in zip(offsets, offsets[1:].tolist(), starts, strict=False)]
     of_rows = [[tokens[a:b] for a, b in pairwise(of_row)] for of_row in bounds]
-    padded = [max(map(len, paths)) * len(paths) for paths in of_rows]
     distinct = [len({tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}) for paths in of_rows]
-    assert sizes == {"padded": padded, "packed": offsets.diff().tolist(), "tree": distinct}[layout]
+    assert sizes == (distinct if shape.shared else offsets.diff().tolist())
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,11 @@ async def dies(row, base_url, api_key):
     os._exit(3)
 
 
+async def gives_no_number(row, base_url, api_key):
+    await of(base_url, api_key).chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
+    return {"accuracy": 1.0}
+
+
 async def asks_nothing(row, *_):
     return 1.0
 

@@ -109,7 +109,7 @@ def test_a_function_that_is_no_coroutine_and_its_limits(monkeypatch):
 def test_a_history_that_differs_is_a_path_of_its_own(agent, tmp_path):
     made = agent("edits", LAST * 3, out=str(tmp_path / "said"))
     assert "the last message is the assistant's" in (tmp_path / "said").read_text()
-    counts, starts = told(made).counts, made.columns["paths"].row(0).tolist()
+    counts, starts = told(made).counts, made.columns["paths"].row(0)[:, 0].tolist()
     assert (counts["roots"], counts["forks"], counts["differ_content"]) == (3, 0, 2) and len(starts) == 3
     assert len(made.turns) == 3 and sum(made.mask) == 3 * len(LAST[0])
     assert [m["role"][0] for m in told(made).conversation if m["path"] == 1] == ["u", "a", "u", "a"]
@@ -245,6 +245,7 @@ def test_the_gateway_says_why_it_cannot_listen():
 
 FAILURES = {
     "asks_nothing": "ended before it had a turn of the model",
+    "gives_no_number": "float.. argument must be",
     "raises": "raised OSError: out of order",
     "dies": "was in an agents' process whose code ended its process, which exited with code 3",
     "plays": "gave no reward",
@@ -345,13 +346,16 @@ def test_programs_that_the_job_did_not_start_take_episodes_and_end_them(tmp_path
 
 def test_an_external_program_that_fails_says_why_and_one_that_goes_is_late(tmp_path):
     def play(client, url):
-        one, two = (client.post(f"{url}/episodes").json() for _ in range(2))
+        one, two, three = (client.post(f"{url}/episodes").json() for _ in range(3))
         asked(two)
         client.post(f"{url}/episodes/{one['id']}/end", json={"failure": "no more"})
-        return one["id"], two["id"]
+        again = client.post(f"{url}/episodes").json()  # the one that nobody played is offered again
+        asked(again)
+        assert again["api_key"] != three["api_key"]
+        client.post(f"{url}/episodes/{again['id']}/end", json={"reward": 1.0})
 
-    rows, _ = external(tmp_path, play, LAST * 2, 2, environment_timeout=2.0, environment_on_error="zero")
-    assert sorted(made.finish for made in rows) == ["stop", "time"]
+    rows, _ = external(tmp_path, play, LAST * 3, 3, environment_timeout=2.0, environment_on_error="zero")
+    assert sorted(made.finish for made in rows) == ["stop", "stop", "time"]
     assert [bool(made.columns["environment_failed"].item()) for made in rows].count(True) == 1
 
 

@@ -21,7 +21,7 @@ from mindspeed_rl_plugin.episodes.environments import Reply
 from mindspeed_rl_plugin.episodes.episode_engine import EpisodeEngine
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits
 from mindspeed_rl_plugin.forward.fragments import row_sizes
-from mindspeed_rl_plugin.gateway.agent_messages import RefusedRequest, TurnRequest
+from mindspeed_rl_plugin.gateway.agent_messages import HeldTurn, History, RefusedRequest, SpokenTurn, TurnRequest
 from mindspeed_rl_plugin.gateway.conversation import Conversation
 from mindspeed_rl_plugin.rows import Ragged, Rows, SampleId, Sampling
 
@@ -114,7 +114,7 @@ def paths_of(row):
     """[(tokens, mask, logps)] of a row's paths."""
     tokens, zeros = (*row.prompt, *row.tokens), [0] * len(row.prompt)
     columns = tokens, [*zeros, *row.mask.tolist()], [*zeros, *row.logps]
-    starts = row.columns["paths"].row(0).tolist()
+    starts = row.columns["paths"].row(0)[:, 0].tolist()
     return [[column[a:b] for column in columns] for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True)]
 
 
@@ -126,7 +126,7 @@ def check(episode, row, heard):
     """Turns that reached the agent (heard: their numbers) are trained once each, in a path that begins with the ids
     that the engine was given and sampled, and with the version that sampled them; no other token is."""
     seen, trained = {request.id.call: request for request in episode.engine.seen}, []
-    starts = row.columns["paths"].row(0).tolist()
+    starts = row.columns["paths"].row(0)[:, 0].tolist()
     assert {max(start - len(row.prompt), 0) for start in starts} <= {first for first, _ in row.segments}
     for (tokens, mask, logps), start in zip(paths_of(row), starts, strict=True):
         assert not mask[0] and all(m or not logp for m, logp in zip(mask, logps, strict=True))
@@ -264,20 +264,21 @@ def test_limits_are_the_clients_errors_and_the_rows_finish():
     assert "--rl-max-prompt-length 256" in errors[0][1] and "--rl-max-turns 2" in errors[3][1]
 
 
-@pytest.mark.parametrize("packed, shared", [(False, False), (True, False), (True, True)])
-def test_a_row_that_forks_keeps_to_the_tokens_of_a_micro_batch(packed, shared):
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_row_that_forks_keeps_to_the_tokens_of_a_micro_batch(shared):
     prompt = len(make_format(TOKENIZER, "chat", ()).written(HI))
     limit = 3 * (prompt + 12) + prompt
-    episode = noting(Episode(ForkLimits("", limit, packed, shared), most=12))
+    episode = noting(Episode(ForkLimits("", limit, shared), most=12))
     errors, row = refused(episode, *[(HI, {})] * 60, at_once=4)
     first = [len(r.prompt_tokens) + r.sampling.max_tokens for r in episode.engine.seen[: errors[:4].count(None)]]
-    most = sum(first) - (len(first) - 1) * prompt * shared if packed else len(first) * max(first)
-    assert most <= limit, "also if all turns at once are as long as they may be"
+    assert sum(first) - (len(first) - 1) * prompt * shared <= limit, (
+        "also if all turns at once are as long as they may be"
+    )
     assert errors[:3] == [None] * 3 and len(paths_of(row)) == errors.count(None) >= (12 if shared else 3)
     assert "--rl-max-tokens-per-microbatch" in errors[-1][1] and row.finish == "length"
     rows = Rows((SAMPLE,), {"length": torch.tensor([len(row.prompt) + len(row.tokens)]), "paths": row.columns["paths"]})
     rows = rows.with_columns(tokens=Ragged.from_rows([torch.tensor([*row.prompt, *row.tokens])]))
-    assert row_sizes(rows, packed, shared)[0] <= limit
+    assert row_sizes(rows, shared)[0] <= limit
 
 
 def test_the_tokens_of_a_prompt_are_counted_without_a_turn():
@@ -324,3 +325,50 @@ def test_the_last_branch_has_all_turns_of_its_conversation():
     row = asyncio.run(play())
     check(episode, row, [0, 3])
     assert told(row).rewards == [0.0, 1.0] and len(paths_of(row)) == 1
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_unheard_turn_changes_neither_the_order_nor_the_reward(last):
+    episode = noting(Episode(last=last))
+
+    async def play():
+        (turn,) = await episode.ask(HI)
+        await episode.ask(OTHER)
+        await episode.ask([*HI, turn.message, said("user", "more")], heard=False)
+        return episode.ends()
+
+    row = asyncio.run(play())
+    check(episode, row, [1] if last else [0, 1])
+    assert told(row).rewards == ([1.0] if last else [0.0, 1.0])
+    assert told(row).conversation[-2]["content"] == "Other"
+
+
+def test_an_agent_that_ends_while_its_request_waits_leaves_no_token_of_it():
+    episode = noting(Episode())
+
+    async def play():
+        (turn,) = await episode.ask(HI)
+        again = TurnRequest((*HI, turn.message, said("user", "more")))
+        await episode.here.conversation.ask(again, b"again", False)
+        return episode.ends(), turn
+
+    row, turn = asyncio.run(play())
+    check(episode, row, [0])
+    assert len(row.tokens) == turn.completion_tokens == row.turns[0][1]
+
+
+def test_of_equal_turns_the_one_with_the_longest_conversation_is_continued():
+    def turn(call, text):
+        return SpokenTurn(text, "", (), "stop", 1, 1, f"{call}-x")
+
+    history, more = History(), said("user", "more")
+    first = HeldTurn(0, None, tuple(HI), (), turn(0, "yes"))
+    behind = HeldTurn(1, first, (more,), (), turn(1, "no"))
+    for held in (first, behind, HeldTurn(2, None, tuple(HI), (), turn(2, "yes"))):
+        history.add(held)
+    yes, no = said("assistant", "yes"), said("assistant", "no")
+    assert history.match(TurnRequest((*HI, yes, more, no, more))).turn is behind
+    assert history.match(TurnRequest((*HI, yes, more))).turn.call == 2, "the latest"
+    assert history.match(TurnRequest((*HI, {**yes, "mark": "0-x"}, more))).turn is first
+    differs = history.match(TurnRequest((*HI, yes, more, said("assistant", "maybe"), more)))
+    assert (differs.turn, differs.differs) == (None, "content") and "message 3 (assistant)" in differs.why

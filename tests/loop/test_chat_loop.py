@@ -98,14 +98,14 @@ def test_agents(chat, nothing_left, schedule) -> None:
 
 
 LAYOUTS = {
-    "padded": ("sync", ()),
-    "packed": ("streamed, interrupted", ("--rl-pack-sequences",)),
-    "trees": ("async", ("--rl-pack-sequences", "--rl-share-prompts")),
+    "packed": ("streamed, interrupted", ()),
+    "trees": ("async", ("--rl-share-prompts",)),
+    "trees, colocated": ("sync", ("--rl-share-prompts",)),
 }
 
 
 FORKS = (AGENT[0], AGENT[1].replace("talks", "forks"), *AGENT[2:], "--rl-max-turns", "9")
-FORKS += ("--rl-max-tokens-per-microbatch", "1600")
+FORKS += ("--rl-max-tokens-per-microbatch", "1600", "--rl-pack-sequences")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -122,7 +122,7 @@ def test_agents_that_fork(chat, nothing_left, layout) -> None:
 
 @pytest.mark.parametrize("where", ["joined, experts", "on Ray", "a server"])
 def test_agents_of_engines_elsewhere(request, chats, joined, monkeypatch, moe_model, tmp_path, nothing_left, where):
-    apart = ("--rl-schedule", "async", "--rl-max-staleness", "0", "--rl-correction", "truncate", "--rl-pack-sequences")
+    apart = ("--rl-schedule", "async", "--rl-max-staleness", "0", "--rl-correction", "truncate")
     flags, guests, more = (*FORKS, *apart, "--rl-wait-timeout", "300"), [], {}
     if where == "on Ray":
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("ray_cluster"))
@@ -157,7 +157,7 @@ def test_a_job_with_agents_that_is_killed_leaves_nothing_behind(chats, nothing_l
 
 
 def test_a_replay_of_an_agents_episodes_gives_the_recorded_numbers(chats, replay) -> None:  # noqa: F811
-    flags = (*FORKS, "--rl-pack-sequences", "--rl-share-prompts", "--train-iters", "4", "--save-interval", "1")
+    flags = (*FORKS, "--rl-share-prompts", "--train-iters", "4", "--save-interval", "1")
     lines = replay(recorded(chats(*flags, rows=PROMPTS), 1), 3)
     assert re.fullmatch(r"(\d+) of \1 numbers are equal bit for bit", lines[2]), lines[2:5]
 

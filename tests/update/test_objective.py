@@ -165,7 +165,8 @@ def test_an_episode_that_forks_is_one_sequence(preset, aggregation, correction, 
         "linear": [[0, 0, 1, 1, 0, 1, 1, 1], [0, 1, 1, 0, 1]],
         "forked": [[0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1], [0, 1, 0, 1, 0, 1]],  # paths begin at 0, 6; 0, 2, 4
     }
-    paths, losses = Ragged.from_rows([torch.tensor([0, 6]), torch.tensor([0, 2, 4])]), []
+    paths = Ragged.from_rows([torch.tensor([[0, 2], [6, 4]]), torch.tensor([[0, 1], [2, 1], [4, 1]])])
+    losses = []
     for kind, mask in masks.items():
         mask = Ragged.from_rows([torch.tensor(row) for row in mask])
         columns = {name: torch.zeros(len(mask.values), dtype=torch.float64) for name in names}
