@@ -207,7 +207,7 @@ REFUSED = [
     (MESSAGES, {"messages": IMAGE}, "message 0 has a part of type 'image'"),
     (MESSAGES, {"messages": [{"role": "tool", "content": ""}]}, "message 0 has no role"),
     (MESSAGES, {"messages": [*ASKED, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
-    (RESPONSES, {"tool_choice": "none"}, "`tool_choice` is"),
+    (RESPONSES, {"tool_choice": {"type": "function", "name": "say"}}, "`tool_choice` is"),
     (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "`text.format` is"),
     (RESPONSES, {"previous_response_id": "resp_0"}, "`previous_response_id` is not supported: nothing is stored"),
     (RESPONSES, {"background": True}, "`background` is not supported"),
