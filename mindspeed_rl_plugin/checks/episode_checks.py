@@ -16,8 +16,7 @@ def problems(args: Any, config: RLConfig) -> Iterator[str]:
     """Problems of the flags of episodes, and of other flags that episodes need."""
     flags = config.episodes
     if not (flags.environment or flags.agent) and ENVIRONMENT in _named(config):
-        fix = "give --rl-environment or --rl-agent, or another reward"
-        yield f"--rl-reward {ENVIRONMENT}: there is no environment; {fix}"
+        yield f"--rl-reward {ENVIRONMENT}: there is no environment; give --rl-environment, or another reward"
     if not flags.on:
         return
     yield from _lengths(config)

@@ -48,6 +48,11 @@ class RLConfig:
         """Graders of --rl-reward; if none are given, the reward of the environment, if there is one."""
         return self.reward.reward or (("environment",) if self.episodes.environment or self.episodes.agent else ())
 
+    @property
+    def most_paths(self) -> int:
+        """Most paths of a row: an agent may fork at each turn."""
+        return self.episodes.max_turns if self.episodes.requests else 1
+
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> RLConfig:
         """The groups from the parsed `rl_*` attributes."""

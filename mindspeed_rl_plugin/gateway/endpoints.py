@@ -33,7 +33,7 @@ APIS = {"/v1/chat/completions": CHAT_API, "/v1/messages": MESSAGES_API, "/v1/res
 MAX_BODY_BYTES = 32 << 20
 READ_SECONDS = 60.0  # for the head of a request to arrive, and again for its body
 MAX_CONNECTIONS = 4096  # or half of the files that the process may open
-IDLE_SECONDS = 60  # of a connection, before it is closed
+CONNECTION_SECONDS = 60  # of a connection, before it is closed
 KEEPALIVE_SECONDS = 15.0  # between two signs of life in a stream whose turn is not sampled yet
 CLIENT_LOOK_SECONDS = 0.5  # between two looks whether a client still waits
 
@@ -80,7 +80,7 @@ class Gateway:
         most = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, files // 2)
         # Clients drop idle connections after 5 s; where a server does it at the same time, requests are lost.
         how = {
-            "timeout_keep_alive": IDLE_SECONDS,
+            "timeout_keep_alive": CONNECTION_SECONDS,
             "http": HastyProtocol,
             "ws": "none",
             "lifespan": "off",

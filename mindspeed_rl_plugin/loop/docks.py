@@ -76,8 +76,7 @@ def limits(config: RLConfig) -> DockLimits:
     return DockLimits(
         capacity=int(config.dock.dock_gb * 2**30) or None,
         rows=config.dock.dock_rows or None,
-        max_tokens=(config.data.max_prompt_length + config.rollout.max_response_length)
-        * (config.episodes.max_turns if config.episodes.requests else 1),  # an agent may fork at each turn
+        max_tokens=config.most_paths * (config.data.max_prompt_length + config.rollout.max_response_length),
     )
 
 
