@@ -1,8 +1,8 @@
-"""Agents that nobody here wrote, with one tool, as commands for --rl-agent; `stranger_parts.PACKAGES` are all they need.
+"""Agents that nobody here wrote, with one tool, as a command for --rl-agent.
 
-    python strangers.py pydantic-chat | pydantic-responses | pydantic-messages | smolagents < row.json
+    python strangers.py pydantic-chat | pydantic-responses | pydantic-messages | smolagents
 
-The reward is 1 if the answer is the row's.
+The row may name another one. The reward is 1 if the answer is the row's.
 """
 
 import json
@@ -34,16 +34,19 @@ def pydantic_agent(dialect: str) -> str:
 def smol_agent() -> str:
     from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-    none = dict.fromkeys(("initial_plan", "update_plan_pre_messages", "update_plan_post_messages", "task", "report"), "")
-    final = {"pre_messages": SYSTEM, "post_messages": "Answer."}
-    prompts = {"system_prompt": SYSTEM, "planning": none, "managed_agent": none, "final_answer": final}
+    prompts = {
+        "system_prompt": SYSTEM,
+        "planning": dict.fromkeys(("initial_plan", "update_plan_pre_messages", "update_plan_post_messages"), ""),
+        "managed_agent": {"task": "", "report": ""},
+        "final_answer": {"pre_messages": SYSTEM, "post_messages": "Answer."},
+    }
     agent = ToolCallingAgent([tool(look)], OpenAIModel("policy"), prompts, max_steps=4, verbosity_level=0)
     return agent.run(ROW["prompt"])
 
 
 if __name__ == "__main__":
     ROW = json.load(sys.stdin)
-    name, _, dialect = sys.argv[1].partition("-")
+    name, _, dialect = ROW.get("agent", sys.argv[1]).partition("-")
     answer = pydantic_agent(dialect) if name == "pydantic" else smol_agent()
     os.write(int(os.environ["MINDSPEED_RL_REWARD_FD"]), b"1" if answer == ROW["answer"] else b"0")
     os._exit(0)  # the usual end of so many modules takes longer than the episode

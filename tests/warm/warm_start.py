@@ -13,8 +13,8 @@ HERE = Path(__file__).parent
 @contextlib.contextmanager
 def started(folder: Path, modules: Sequence[str] = (), interpreter: str = sys.executable) -> Iterator[str]:
     """Inside, an executable in `folder` runs `-m MODULE`, `-c CODE` and scripts as the interpreter does, with `modules`
-    imported already, or those of server.py. For the ranks of torchrun too: set PYTHON_EXEC to it. Raises RuntimeError where the
-    server does not start."""
+    imported already, or those of server.py. For the ranks of torchrun too: set PYTHON_EXEC to it. Raises RuntimeError
+    where the server does not start."""
     python = folder / "python"
     python.write_text(
         f"#!{interpreter} -IS\nimport sys\nsys.path.append({str(HERE)!r})\n"
