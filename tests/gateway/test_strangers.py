@@ -112,7 +112,7 @@ def test_smolagents_forks_at_each_turn_and_each_turn_is_trained_once(stranger):
 MODEL = "--hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 2 --max-position-embeddings 512"
 PRETRAINING = " --seq-length 128 --micro-batch-size 32 --train-iters 800"
 LEARNING = """
-    --rl-algorithm grpo --rl-apply-chat-template --rl-tool-parser hermes --rl-reward environment --rl-max-turns 6
+    --rl-algorithm grpo --rl-apply-chat-template --rl-tool-parser hermes --rl-reward environment --rl-environment-on-error zero --rl-max-turns 6
     --rl-max-prompt-length 256 --rl-max-response-length 256 --rl-max-turn-length 40 --rl-kv-cache-gb 0.1
     --seq-length 512 --rl-rollout-prompts 16 --rl-samples-per-prompt 8 --global-batch-size 128 --micro-batch-size 32
     --rl-max-tokens-per-microbatch 4096 --train-iters 8 --rl-eval-every 8 --lr 1e-3 --min-lr 0 --lr-decay-style linear
