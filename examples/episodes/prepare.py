@@ -68,7 +68,7 @@ def guess(rng: random.Random, number: int) -> list[Message]:
     return messages
 
 
-def build_tokenizer(texts: list[str]) -> Tokenizer:
+def build_tokenizer(texts: list[str], size: int = 320) -> Tokenizer:
     """Byte pairs of the conversations; each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -76,7 +76,7 @@ def build_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=[PAD, START, END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=[PAD, START, END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in CALL])

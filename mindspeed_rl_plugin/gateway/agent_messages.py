@@ -221,6 +221,14 @@ def calls_of(found: Sequence[tuple[str, Mapping[str, Any]]], mark: str) -> tuple
     return tuple({"id": f"call_{n}_{mark}", "name": name, "arguments": a} for n, (name, a) in enumerate(found))
 
 
+def split_reasoning(text: str) -> tuple[str, str]:
+    """The text of a `<think>` block, which the prompt may have begun, and the text behind it."""
+    before, end, behind = text.partition("</think>")
+    if end:
+        return before.strip().removeprefix("<think>").strip(), behind.strip()
+    return "", text.strip()
+
+
 def _marks(message: CanonicalMessage) -> set[Any]:
     """The marks with which an assistant's message came back."""
     return {message.get("mark"), *(str(call["id"]).rpartition("_")[2] for call in message.get("tool_calls", ()))}

@@ -6,7 +6,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, SpokenTurn, TurnRequest, parsed
+from mindspeed_rl_plugin.gateway.agent_messages import (
+    JobSampling,
+    RefusedRequest,
+    SpokenTurn,
+    TurnRequest,
+    parsed,
+    split_reasoning,
+)
 
 # Under which the model is listed; its answers are not trained under the second. A request may give any other name.
 MODEL_NAMES = POLICY_NAME, UNTRAINED_NAME = "policy", "policy-untrained"
@@ -101,10 +108,18 @@ def ignored(
 
 def turn_request(messages: Iterable[Mapping[str, Any]], given: Mapping[str, Any], **more: Any) -> TurnRequest:
     """The request, whose fields of all APIs are checked already. Raises RefusedRequest."""
-    messages = tuple(messages)
+    messages = tuple(map(_thought, messages))
     if messages[-1]["role"] == "assistant":
         raise RefusedRequest("the last message is the assistant's; an answer is a new turn, so remove this message")
     return TurnRequest(messages, trained=given.get("model") != UNTRAINED_NAME, **more)
+
+
+def _thought(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message; reasoning that an agent sends back at the start of the text is the message's reasoning."""
+    if message["role"] != "assistant" or not message["content"].lstrip().startswith("<think>"):
+        return message
+    reasoning, content = split_reasoning(message["content"])
+    return {"reasoning": reasoning, **message, "content": content}
 
 
 def longest(given: Mapping[str, Any], *names: str) -> int | None:

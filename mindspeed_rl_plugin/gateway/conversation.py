@@ -21,6 +21,7 @@ from mindspeed_rl_plugin.gateway.agent_messages import (
     TurnRequest,
     calls_of,
     for_template,
+    split_reasoning,
 )
 
 MOST_REFUSED = 64  # requests beyond a limit; further ones get an error at once
@@ -115,7 +116,7 @@ class Conversation:
         for stop in call.request.stop:
             text = text.partition(stop)[0]
         reasoning, content = split_reasoning(text)
-        mark = f"{number}-{secrets.token_hex(4)}"
+        mark = f"{number}-{call.digest.hex()[:8]}"  # not random: agents show it to the model
         made = calls_of(calls, mark)
         finish = "length" if cut else "tool_calls" if made else "stop"
         turn = call.spoken[number] = SpokenTurn(content, reasoning, made, finish, before, spoken, mark)
@@ -180,11 +181,3 @@ def _fail(waiting: asyncio.Future | None, error: RefusedRequest) -> None:
     if waiting is not None and not waiting.done():
         waiting.set_exception(error)
         waiting.exception()  # read, so that asyncio does not report it if nobody waits
-
-
-def split_reasoning(text: str) -> tuple[str, str]:
-    """The text of a `<think>` block, which the prompt may have begun, and the text behind it."""
-    before, end, behind = text.partition("</think>")
-    if end:
-        return before.strip().removeprefix("<think>").strip(), behind.strip()
-    return "", text.strip()

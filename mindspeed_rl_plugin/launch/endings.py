@@ -19,7 +19,7 @@ from mindspeed_rl_plugin.environment import launch_env, leave_to_first_rank, rec
 from mindspeed_rl_plugin.processes import attend
 from mindspeed_rl_plugin.status.story import at_deadline
 
-LINES = 8  # most lines of an error that are printed after its first line
+LINES = 8  # most lines of an error that are printed after its first line: half of them its last ones
 
 
 def watch(args: Any) -> None:
@@ -69,7 +69,9 @@ def stopping(args: Any) -> Iterator[None]:
         reason = full_disk(error, args) or f"{type(error).__name__}: {error}"
         head, *more = f"rank {launch_env()['rank']} stops: {reason}".splitlines()
         late = at_deadline().splitlines() if isinstance(error, TimeoutError) else []
-        lines = [head, *more[:LINES], *late]
+        if len(more) > LINES:
+            more[LINES // 2 : -LINES // 2] = ["  ..."]
+        lines = [head, *more, *late]
         print("\n".join(f"[rl] {line}" for line in lines), flush=True)
         record_failure("\n".join(lines))
         raise

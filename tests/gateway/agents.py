@@ -22,7 +22,7 @@ async def agent(row, base_url, api_key):
 
 async def plays(row, base_url, api_key):
     """Makes the calls that the model asks for, one after the other, until it asks for none."""
-    client, messages = of(base_url, api_key), [{"role": "user", "content": row["prompt"]}]
+    client, messages = of(base_url, api_key), [*row.get("before", ()), {"role": "user", "content": row["prompt"]}]
     while True:
         turn = (
             (await client.chat.completions.create(model="any", messages=messages, tools=row["tools"]))

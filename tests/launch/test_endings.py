@@ -123,6 +123,14 @@ def test_a_full_disk_is_named(monkeypatch, capsys, error, free, full):
     assert line.startswith("[rl] rank 0 stops: ") and (f"cannot write to out: {free} bytes free" in line) == full
 
 
+def test_a_long_error_keeps_its_end(capsys):
+    with pytest.raises(ValueError), endings.stopping(None):
+        raise ValueError("\n".join(map(str, range(20))))
+    lines = capsys.readouterr().out.splitlines()
+    expected = ["rank 0 stops: ValueError: 0", *"1234", "  ...", "16", "17", "18", "19"]
+    assert lines == [f"[rl] {line}" for line in expected]
+
+
 def test_space_is_looked_at_before_anything_is_built(monkeypatch, tmp_path):
     args = SimpleNamespace(save=str(tmp_path / "not" / "there"), params_dtype=torch.bfloat16)
     assert list(disk.problems(args, None)) == [] and disk.small_disk(args, 1000) is None

@@ -1,4 +1,5 @@
-"""Stands in for `python` in a test's command: a fork of the server runs it, with this process's arguments and files.
+"""Stands in for `python` in a test's command: a fork of the server runs it, with this process's arguments and files
+(standard ones, and that of an agent's reward).
 
 Signals go on to the fork; its end, by a signal too, is the end of this process. Where this process is killed, the
 server kills the fork.
@@ -10,6 +11,7 @@ import signal
 import socket
 import sys
 
+REWARD = "MINDSPEED_RL_REWARD_FD"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -18,7 +20,8 @@ def main(address: str) -> None:
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
     request = json.dumps({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}).encode()
-    socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
+    files = [0, 1, 2, *([int(os.environ[REWARD])] if REWARD in os.environ else [])]
+    socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
     server.sendall(request)
     fork = int.from_bytes(server.recv(8), "big")
     for number in PASSED_ON:

@@ -19,6 +19,8 @@ import sys
 import tempfile
 from types import ModuleType
 
+from client import REWARD
+
 PRELOADED = """
     mindspeed_rl_plugin.adaptor torch.distributed.run megatron.training.training
     megatron.core.tokenizers.text.text_tokenizer datasets
@@ -102,8 +104,8 @@ class Server:
 
 
 def receive(client: socket.socket) -> dict:
-    """A request: argv, env, cwd, and the client's three files."""
-    head, files, *_ = socket.recv_fds(client, 8, 3)
+    """A request: argv, env, cwd, and the client's files."""
+    head, files, *_ = socket.recv_fds(client, 8, 4)
     left, parts = int.from_bytes(head, "big"), []
     while left:
         parts.append(client.recv(min(left, 1 << 16)))
@@ -113,11 +115,13 @@ def receive(client: socket.socket) -> dict:
 
 def become(request: dict, given: dict[str, str], path: list[str]) -> None:
     """Be the process that the client stands for. given: variables to set where the client has none of its own."""
-    for number, file in enumerate(request["files"]):
+    for number, file in enumerate(request["files"][:3]):
         os.dup2(file, number)
         os.close(file)
     os.environ.clear()
     os.environ.update({**given, **request["env"]})
+    for file in request["files"][3:]:
+        os.environ[REWARD] = str(file)
     os.chdir(request["cwd"])
     random.seed()
     tempfile.tempdir = None

@@ -11,17 +11,17 @@ HERE = Path(__file__).parent
 
 
 @contextlib.contextmanager
-def started(folder: Path, modules: Sequence[str] = ()) -> Iterator[str]:
-    """Inside, an executable in `folder` runs `-m MODULE`, `-c CODE` and scripts as python does, with `modules` imported
-    already, or those of server.py. For the ranks of torchrun too: set PYTHON_EXEC to it. Raises RuntimeError where the
-    server does not start."""
+def started(folder: Path, modules: Sequence[str] = (), interpreter: str = sys.executable) -> Iterator[str]:
+    """Inside, an executable in `folder` runs `-m MODULE`, `-c CODE` and scripts as the interpreter does, with `modules`
+    imported already, or those of server.py. For the ranks of torchrun too: set PYTHON_EXEC to it. Raises RuntimeError
+    where the server does not start."""
     python = folder / "python"
     python.write_text(
-        f"#!{sys.executable} -IS\nimport sys\nsys.path.append({str(HERE)!r})\n"
+        f"#!{interpreter} -IS\nimport sys\nsys.path.append({str(HERE)!r})\n"
         f"from client import main\nmain({str(folder / 's')!r})\n"
     )
     python.chmod(0o755)
-    command = [sys.executable, "-W", "ignore", str(HERE / "server.py"), str(folder / "s"), *modules]
+    command = [interpreter, "-W", "ignore", str(HERE / "server.py"), str(folder / "s"), *modules]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with open(folder / "log", "w+") as log:
         server = subprocess.Popen(
