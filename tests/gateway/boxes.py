@@ -56,5 +56,5 @@ def prepare(out, documents=12_000):
     tokenizer = episodes.build_tokenizer(corpus[:5000], size=510)
     episodes.save_tokenizer(tokenizer, out / "tokenizer")
     episodes.write_corpus(out / "corpus", corpus, tokenizer, end="")
-    for name, count in (("prompts", 256), ("heldout", 64)):
+    for name, count in (("prompts", 256), ("heldout", 32)):
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(chance, count)))

@@ -23,6 +23,7 @@ learning = imported(Path(__file__).parents[2] / "examples" / "learning.py")
 PACKAGES = ("pydantic-ai-slim[openai,anthropic]==2.68.0", "smolagents[openai]==1.26.0")
 CLIENTS = ("openai==3.57.0", "anthropic==2.14.0")
 IMPORTS = ("pydantic_ai.models.openai", "pydantic_ai.models.anthropic", "smolagents")
+IMPORTS += ("openai.resources.chat.completions.completions", "openai.resources.responses", "anthropic.resources")
 TEXT = {"text": {"description": "Name of the box.", "type": "string"}}
 PARAMETERS = {"additionalProperties": False, "properties": TEXT, "required": ["text"], "type": "object"}
 LOOK = {"type": "function", "function": {"name": "look", "description": "Look into a box.", "parameters": PARAMETERS}}
@@ -112,11 +113,12 @@ def test_smolagents_forks_at_each_turn_and_each_turn_is_trained_once(stranger):
 MODEL = "--hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 2 --max-position-embeddings 512"
 PRETRAINING = " --seq-length 128 --micro-batch-size 32 --train-iters 800"
 LEARNING = """
-    --rl-algorithm grpo --rl-apply-chat-template --rl-tool-parser hermes --rl-reward environment --rl-environment-on-error zero --rl-max-turns 6
-    --rl-max-prompt-length 256 --rl-max-response-length 256 --rl-max-turn-length 40 --rl-kv-cache-gb 0.1
-    --seq-length 512 --rl-rollout-prompts 16 --rl-samples-per-prompt 8 --global-batch-size 128 --micro-batch-size 32
-    --rl-max-tokens-per-microbatch 4096 --train-iters 8 --rl-eval-every 8 --lr 1e-3 --min-lr 0 --lr-decay-style linear
-    --lr-warmup-iters 0 --weight-decay 0
+    --rl-algorithm grpo --rl-apply-chat-template --rl-tool-parser hermes --rl-reward environment --rl-max-turns 6
+    --rl-environment-on-error zero --rl-max-prompt-length 256 --rl-max-response-length 256 --rl-max-turn-length 40
+    --rl-agent-processes 8 --rl-kv-cache-gb 0.1 --seq-length 512 --rl-max-tokens-per-microbatch 4096
+    --rl-rollout-prompts 8 --rl-samples-per-prompt 8 --global-batch-size 64 --micro-batch-size 32
+    --train-iters 10 --rl-eval-every 10 --lr 1e-3 --min-lr 0 --lr-decay-style linear --lr-warmup-iters 0
+    --weight-decay 0
 """
 
 
