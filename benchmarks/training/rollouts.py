@@ -116,7 +116,9 @@ class Bench:
         each = [dict(zip(EPISODE_COUNTS, c.columns["episode_counts"][0].tolist(), strict=True)) for c in done]
         spent = [counts["milliseconds"] / 1000 for counts in each]
         asleep = sum(spent) / workers if workers else max(spent)
-        counts = {"turns": sum(len(c.turns) for c in done), "calls": sum(counts["calls"] for counts in each)}
+        turns = sum(len(c.turns) for c in done)
+        # An agent makes a call for each turn but the last.
+        counts = {"turns": turns, "calls": sum(counts["calls"] for counts in each) if workers else turns - len(done)}
         seconds = {"wall": wall, "engine": busy, "environments": asleep}
         seconds |= {"single_turns": with_prompts, "single_turns_sampled": alone}
         return {**seconds, **{name: n / len(done) for name, n in {**counts, "tokens": tokens}.items()}}
