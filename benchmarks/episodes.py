@@ -4,7 +4,8 @@
 
 All arms: two processes with one thread each, the same small model, which was trained to make calls (see
 training/episode_task.py), the same tasks and the same file with tools and environments. Nothing is imposed: each arm
-samples, parses calls and renders by its own code. The cases `rollout-...` are of one engine apart from training.
+samples, parses calls and renders by its own code. In the arm `ours-agent` an agent makes the calls. The cases
+`rollout-...` are of one engine apart from training; `gateway-latency` is of the gateway beside vLLM's own server.
 """
 
 from __future__ import annotations
@@ -69,23 +70,32 @@ class Rollout:
 ROLLOUTS = {
     "rollout-at-once": Rollout("Work", 2),
     "rollout-slow": Rollout("SlowWork", 4),
+    "rollout-slow-agent": Rollout("play_SlowWork", 1),
     "rollout-short-turns": Rollout("Work", 2, "."),
 }
-ROLLOUT_EPISODES = 64
-DEFAULT = ("tool", "environment", "slow", *ROLLOUTS)
+ROLLOUT_EPISODES = 64  # and clients at the gateway
+GATEWAY = "gateway-latency"
+DEFAULT = ("tool", "environment", "slow", *ROLLOUTS, GATEWAY)
 OURS = {"ours": (), "ours-shared": ("--rl-share-prompts",)}  # this project's arms -> their flags
+AGENT = "ours-agent"
 TRLS = ("trl", "trl-vllm")
-ARMS = (*OURS, *TRLS)
+ARMS = (*OURS, AGENT, *TRLS)
+APART = {"engine": "over_busy", "gateway": "over_vllm"}  # arms of the cases apart from training -> what is shown first
 SPEED = "episodes_per_second"
 UNITS = {SPEED: "episodes/s", "rollout_" + SPEED: "episodes/s", "turns": "an episode", "calls": "an episode"}
-UNITS |= {"tokens": "an episode", "over_busy": "ratio", "over_single_turns": "ratio", "over_sampled": "ratio"}
-# (case, metric) -> bound: of this project's faster arm over TRL's faster one; of an engine apart the value
+UNITS |= {"tokens": "an episode"} | dict.fromkeys(
+    ("over_busy", "over_single_turns", "over_sampled", "over_vllm"), "ratio"
+)
+# (case, metric) -> bound: of this project's faster arm over TRL's faster one; of an arm apart the value
 TARGETS = {
     **{(case, SPEED): (">=", 1.3) for case in ("tool", "environment")},
-    **{(case, "over_busy"): ("<=", 1.15) for case in ("rollout-at-once", "rollout-slow")},
+    **{(case, "over_busy"): ("<=", 1.15) for case in ("rollout-at-once", "rollout-slow", "rollout-slow-agent")},
     ("slow", SPEED): (">=", 3.0),
     ("rollout-at-once", "over_single_turns"): ("<=", 1.15),
+    (GATEWAY, "over_vllm"): ("<=", 1.1),
+    (GATEWAY, "step"): (">=", 0.02),  # seconds, so that a small model does not make it a target of Python
 }
+AGENT_TARGETS = {(case, SPEED): (">=", 1.0) for case in ("tool", "environment")}  # of that arm over TRL's faster one
 HOLDS = {">=": operator.ge, "<=": operator.le}
 # Most differences between arms, relative, for what is sampled is random; three times as much from the script, of
 # which the model writes some calls that cannot be read.
@@ -109,13 +119,16 @@ def place_of(folder: Path, turns: str) -> Path:
     return place
 
 
-def run_ours(case: Case, folder: Path, iterations: int, *more: str) -> dict[str, float]:
-    """This project: metric -> value. more: flags. Raises CalledProcessError when the job fails."""
+def run_ours(case: Case, folder: Path, iterations: int, *more: str, agent: bool = False) -> dict[str, float]:
+    """This project: metric -> value. more: flags; agent: whether an agent makes the calls. Raises
+    CalledProcessError when the job fails."""
     checkpoint, model = end_to_end.imported(folder)
     save = Path(tempfile.mkdtemp(dir=folder))
     prompt = json.loads((folder / "sizes.json").read_text())["prompt"]
     longest = prompt + episode_task.LIMIT
-    user = f"{HERE / 'training' / 'episode_tools.py'}"
+    user, agents = (f"{HERE / 'training' / name}.py" for name in ("episode_tools", "episode_agents"))
+    who = ["--rl-environment" if case.who[0].isupper() else "--rl-tools", f"{user}:{case.who}"]
+    who = ["--rl-agent", f"{agents}:play_{case.who}"] if agent else who
     command = [
         *end_to_end.torchrun(sys.executable),
         *("-m", "mindspeed_rl_plugin", str(HERE.parent / "examples" / "pretrain_gpt.py"), *model),
@@ -129,14 +142,15 @@ def run_ours(case: Case, folder: Path, iterations: int, *more: str) -> dict[str,
         *("--rl-prompt-data", str(folder / "prompts.jsonl"), "--rl-reward", f"{user}:grade"),
         *("--rl-samples-per-prompt", str(case.members), "--rl-max-prompt-length", str(prompt)),
         *("--rl-max-response-length", str(episode_task.LIMIT), "--rl-max-turns", str(episode_task.TURNS)),
-        *("--rl-environment" if case.who[0].isupper() else "--rl-tools", f"{user}:{case.who}"),
-        *("--rl-environment-workers", str(case.workers), *more),
+        *(*who, "--rl-environment-workers", str(1 if agent else case.workers), *more),
     ]
     end_to_end.run_job(command, folder / "ours.log", memory=False)
     lines = [json.loads(line) for line in (save / "rl" / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["kind"] == "train"][WARM_UP:]
     names = {"turns": "episode/turns_mean", "calls": "tools/calls", "tokens": "response/length_mean"}
     counts = {name: statistics.mean(line[of] for line in lines) for name, of in names.items()}
+    if agent:  # which makes a call for each turn but the last
+        counts["calls"] = counts["turns"] - 1
     steps = [(line["seconds/iteration"], line["seconds/reshard"] + line["seconds/generate"]) for line in lines]
     return measured(case, steps, counts)
 
@@ -189,6 +203,14 @@ def run_rollouts(cases: Sequence[str], folder: Path, repeats: int) -> dict[str, 
     return made
 
 
+def run_gateway(folder: Path, repeats: int) -> list[dict[str, float]]:
+    """The gateway beside vLLM's own server: metrics of each pair of measurements."""
+    out = folder / "gateway.json"
+    command = [sys.executable, str(HERE / "training" / "gateway_latency.py"), str(folder), str(out)]
+    end_to_end.run_job([*command, str(ROLLOUT_EPISODES), str(repeats)], folder / "gateway.log", memory=False)
+    return json.loads(out.read_text())
+
+
 def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int) -> Iterator[list[dict[str, Any]]]:
     """Rows of the result after each job: medians over the repeats so far."""
     seen: dict[tuple[str, str, str], list[float]] = {}
@@ -203,7 +225,11 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
         ]
 
     runner = {arm: lambda *case, flags=flags: run_ours(*case, *flags) for arm, flags in OURS.items()}
-    runner |= {"trl": run_trl, "trl-vllm": lambda *case: run_trl(*case, "vllm")}
+    runner |= {
+        AGENT: lambda *case: run_ours(*case, agent=True),
+        "trl": run_trl,
+        "trl-vllm": lambda *case: run_trl(*case, "vllm"),
+    }
     with tempfile.TemporaryDirectory(prefix="episodes-") as directory:
         folder = Path(directory)
         prepare(folder)
@@ -211,6 +237,10 @@ def run(arms: Sequence[str], cases: Sequence[str], iterations: int, repeats: int
             for case, made in run_rollouts(rollouts, folder, 2 * repeats + 1).items():
                 for row in made:
                     rows = keep("engine", case, row)
+            yield rows
+        if GATEWAY in cases:
+            for row in run_gateway(folder, 2 * repeats + 3):
+                rows = keep("gateway", GATEWAY, row)
             yield rows
         for turn in range(repeats):
             for name in (case for case in cases if case in CASES):
@@ -236,11 +266,11 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     whether it was reached: beside the faster arm of TRL."""
     value = {(r["arm"], r["case"], r["metric"]): r["value"] for r in rows}
     result = []
-    for (case, metric), (sign, bound) in TARGETS.items():
-        if ("engine", case, metric) in value:
-            ratios = {"engine": value["engine", case, metric]}
-        else:
-            ours, trls = ([arm for arm in arms if (arm, case, metric) in value] for arms in (OURS, TRLS))
+    asked = [(OURS, *target) for target in TARGETS.items()] + [((AGENT,), *target) for target in AGENT_TARGETS.items()]
+    for mine, (case, metric), (sign, bound) in asked:
+        ratios = {arm: value[arm, case, metric] for arm in APART if (arm, case, metric) in value}
+        if not ratios:
+            ours, trls = ([arm for arm in arms if (arm, case, metric) in value] for arms in (mine, TRLS))
             best = max(ours, key=lambda arm: value[arm, case, metric], default=None)
             ratios = {f"{best}/{arm}": value[best, case, metric] / value[arm, case, metric] for arm in trls if best}
         for arm, ratio in ratios.items():
@@ -253,13 +283,12 @@ def targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line an arm and case, one table for the jobs and one for the engine apart."""
+    """Markdown, a line an arm and case, one table for the jobs and one for each arm apart."""
     value = {(r["case"], r["arm"], r["metric"]): r for r in rows}
     lines = []
-    for apart in (False, True):
-        kept = [r for r in rows if (r["arm"] == "engine") is apart]
+    for arms, first in ((ARMS, SPEED), *(((arm,), first) for arm, first in APART.items())):
+        kept = [r for r in rows if r["arm"] in arms]
         metrics = list(dict.fromkeys(r["metric"] for r in kept))
-        first = "over_busy" if apart else SPEED
         if kept:
             lines += [f"| case | arm | {' | '.join(metrics)} | {first}, least to most |"]
             lines += [f"|---|---|{'---|' * len(metrics)}---|"]
@@ -275,13 +304,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="file for the rows {arm, case, metric, value, unit}")
     parser.add_argument("--arms", default=",".join(ARMS), help="which of %(default)s")
-    known = ", ".join((*CASES, *ROLLOUTS))
-    parser.add_argument("--cases", default=",".join(DEFAULT), help=f"which of {known}; default %(default)s")
+    known = (*CASES, *ROLLOUTS, GATEWAY)
+    parser.add_argument("--cases", default=",".join(DEFAULT), help=f"which of {', '.join(known)}; default %(default)s")
     parser.add_argument("--iterations", type=int, default=5, help=f"of each job, {WARM_UP} not counted; %(default)s")
     parser.add_argument("--repeats", type=int, default=1, help="jobs of each arm and case, default %(default)s")
     args = parser.parse_args()
     arms, cases = args.arms.split(","), args.cases.split(",")
-    for given, names in ((arms, ARMS), (cases, (*CASES, *ROLLOUTS))):
+    for given, names in ((arms, ARMS), (cases, known)):
         if unknown := set(given) - set(names):
             parser.error(f"{sorted(unknown)} unknown; known: {', '.join(names)}")
     if args.iterations <= WARM_UP:

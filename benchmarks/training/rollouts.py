@@ -18,7 +18,7 @@ from typing import Any
 
 import episode_tools
 import torch.distributed as dist
-from episode_task import MEMBERS, TURNS, tasks
+from episode_task import MEMBERS, TURNS, schemas, tasks
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -34,6 +34,7 @@ from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.rows import Completion, GenerateRequest, SampleId, Sampling
 
 DEADLINE = 300.0  # seconds without a turn
+AGENTS, AGENT = Path(episode_tools.__file__).with_name("episode_agents.py"), "play_"  # file, and begin of names in it
 
 
 class Busy:
@@ -76,16 +77,19 @@ class Bench:
         self.busy = Busy(self.engine)
 
     def episodes(self, who: str, workers: int) -> EpisodeEngine:
-        """The engine with a tool or an environment of episode_tools.py."""
-        user = f"{episode_tools.__file__}:{who}"
-        flags = {"environment": user} if inspect.isclass(getattr(episode_tools, who)) else {"tools": (user,)}
+        """The engine with a tool, an environment or an agent of `AGENTS`."""
+        if who.startswith(AGENT):
+            flags = {"agent": f"{AGENTS}:{who}"}
+        else:
+            user = f"{episode_tools.__file__}:{who}"
+            flags = {"environment": user} if inspect.isclass(getattr(episode_tools, who)) else {"tools": (user,)}
         flags = EpisodeConfig(**flags, max_turns=TURNS, environment_workers=workers)
         setup = EpisodeSetup(flags, "chat", str(self.folder / "tokenizer"), self.prompt, self.limit, DEADLINE)
         return setup.over(self.busy, self.tokenizer, setup.environments(), Peers())
 
-    def requests(self, epoch: int, tools: Sequence[Any]) -> list[GenerateRequest]:
+    def requests(self, epoch: int) -> list[GenerateRequest]:
         """One for each episode."""
-        made = []
+        made, tools = [], schemas()
         for sample in self.samples:
             task = self.tasks[sample.group]
             said = [{"role": "user", "content": task["prompt"]}]
@@ -102,16 +106,19 @@ class Bench:
         done = generate(engine, requests, deadline=DEADLINE)
         return time.perf_counter() - begin, self.busy.seconds, done
 
-    def rollout(self, engine: EpisodeEngine, workers: int, epoch: int) -> dict[str, float]:
+    def rollout(self, engine: EpisodeEngine, workers: int | None, epoch: int) -> dict[str, float]:
         """Episodes, and twice single turns that sample as many tokens from the same prompts: alone, and behind as many
-        tokens of the prompt as the episodes have of observations."""
-        requests = self.requests(epoch, engine._lead.environments.tools)
+        tokens of the prompt as the episodes have of observations. workers: None where all agents run at once."""
+        requests = self.requests(epoch)
         wall, busy, done = self.timed(engine, requests)
         tokens = sum(c.sampled for c in done)
         alone, with_prompts = (self.single_turns(requests, done, observations) for observations in (False, True))
-        total = dict(zip(EPISODE_COUNTS, sum(c.columns["episode_counts"][0] for c in done).tolist(), strict=True))
-        asleep = total["milliseconds"] / 1000 / workers
-        counts = {"turns": sum(len(c.turns) for c in done), "calls": total["calls"]}
+        each = [dict(zip(EPISODE_COUNTS, c.columns["episode_counts"][0].tolist(), strict=True)) for c in done]
+        spent = [counts["milliseconds"] / 1000 for counts in each]
+        asleep = sum(spent) / workers if workers else max(spent)
+        turns = sum(len(c.turns) for c in done)
+        # An agent makes a call for each turn but the last.
+        counts = {"turns": turns, "calls": sum(counts["calls"] for counts in each) if workers else turns - len(done)}
         seconds = {"wall": wall, "engine": busy, "environments": asleep}
         seconds |= {"single_turns": with_prompts, "single_turns_sampled": alone}
         return {**seconds, **{name: n / len(done) for name, n in {**counts, "tokens": tokens}.items()}}
@@ -138,7 +145,8 @@ def main(folder: Path, out: Path, count: int, repeats: int, cases: dict[str, tup
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in cases}
     for epoch in range(repeats + 1):
         for name, engine in engines.items():
-            rows[name].append(bench.rollout(engine, cases[name][1], epoch))
+            who, workers = cases[name]
+            rows[name].append(bench.rollout(engine, None if who.startswith(AGENT) else workers, epoch))
     for engine in engines.values():
         engine._lead.close()
     bench.engine.shutdown()
