@@ -69,7 +69,7 @@ class Gateway:
         self._socket = listener
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         routes = [
-            *(Route(path, partial(self._turn, api), methods=["POST"]) for path, api in APIS.items()),
+            *(Route(path, partial(self._turn, dialect), methods=["POST"]) for path, dialect in APIS.items()),
             Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
             Route("/v1/models", self._models),
         ]
@@ -115,26 +115,26 @@ class Gateway:
         _, _, asked = await self._read(MESSAGES_API, request)
         return json_response({"input_tokens": await conversation.count(asked)})
 
-    async def _turn(self, api: AgentApi, request: Request) -> Response:
+    async def _turn(self, dialect: AgentApi, request: Request) -> Response:
         conversation = self._known(request)
-        raw, body, asked = await self._read(api, request)
+        raw, body, asked = await self._read(dialect, request)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"
         call, created = await conversation.ask(asked, raw, again), int(time.time())
         call.gone = request.is_disconnected
         if body.get("stream"):
-            return StreamingResponse(_stream(api, call, body, created), media_type="text/event-stream")
+            return StreamingResponse(_stream(dialect, call, body, created), media_type="text/event-stream")
         while not call.turns.done() and not await request.is_disconnected():
             await asyncio.wait([call.turns], timeout=CLIENT_LOOK_SECONDS)
         if await request.is_disconnected():  # the turn is kept for the same request, sent again
             return Response(status_code=499)
         turns, call.heard = call.turns.result(), True
-        return json_response(api.answer(Answers(turns, body, created)))
+        return json_response(dialect.answer(Answers(turns, body, created)))
 
-    async def _read(self, api: AgentApi, request: Request) -> tuple[bytes, Any, TurnRequest]:
+    async def _read(self, dialect: AgentApi, request: Request) -> tuple[bytes, Any, TurnRequest]:
         """The body, as bytes and as JSON, and what it asks for. Raises RefusedRequest."""
         raw = await read_body(request)
         body = read_json(raw)
-        asked = api.read(body, self._sampling)
+        asked = dialect.read(body, self._sampling)
         for note in asked.notes:
             self._note(note)
         return raw, body, asked
@@ -154,16 +154,16 @@ def bearer(request: Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-async def _stream(api: AgentApi, call: PendingCall, body: Any, created: int) -> AsyncIterator[str]:
+async def _stream(dialect: AgentApi, call: PendingCall, body: Any, created: int) -> AsyncIterator[str]:
     """The events of turns, and signs of life while they are sampled."""
     while not call.turns.done():
         await asyncio.wait([call.turns], timeout=KEEPALIVE_SECONDS)
         if not call.turns.done():
-            yield api.waiting
+            yield dialect.waiting
     try:
-        *events, last = api.events(Answers(call.turns.result(), body, created))
+        *events, last = dialect.events(Answers(call.turns.result(), body, created))
     except RefusedRequest as refused:
-        for event in api.error_events(refused):
+        for event in dialect.error_events(refused):
             yield event
         return
     for event in events:
@@ -203,8 +203,8 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, RefusedRequest)
-    api = next((api for path, api in APIS.items() if request.url.path.startswith(path)), CHAT_API)
-    return json_response(api.error(refused), refused.status)
+    dialect = next((dialect for path, dialect in APIS.items() if request.url.path.startswith(path)), CHAT_API)
+    return json_response(dialect.error(refused), refused.status)
 
 
 async def _unknown(request: Request, _: Exception) -> Response:

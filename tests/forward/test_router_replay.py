@@ -147,7 +147,7 @@ def test_parts_of_rows():
     )
     for version, first, second in ((0, [1, 1, 1, 1, 2, 3], 1), (1, [4, 4, 4, 4, 2, 3], 1), (2, [4] * 6, 4)):
         router_replay.weights_version[0] = version
-        assert [row.tolist() for row in _parts(rows).rows()] == [[*first, 2, 0], [second, second, 0]]
+        assert [row.tolist() for row in _parts(rows, rows["tokens"]).rows()] == [[*first, 2, 0], [second, second, 0]]
 
 
 @pytest.mark.parametrize("wrong", WRONG)
