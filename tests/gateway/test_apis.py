@@ -173,7 +173,8 @@ def sent(*requests, headers=None, script=((TURNS[3],),) * 99, **more):
     """What raw requests, each a path and a body, get: statuses and texts; their conversation; lines for the user."""
 
     async def play(conversation):
-        given = {"Authorization": f"bearer {conversation.key}"} if headers is None else headers
+        given = {"Authorization": "bearer {}"} if headers is None else headers
+        given = {name: value.format(conversation.key) for name, value in given.items()}
         async with httpx.AsyncClient(base_url=str(conversation.openai.base_url), headers=given) as client:
             answers = [await client.request("POST" if body else "GET", path, json=body) for path, body in requests]
         return [(answer.status_code, answer.text) for answer in answers], conversation
@@ -293,6 +294,8 @@ def test_keys_counts_and_models():
     for headers in ({}, {"X-Api-Key": "7-x"}, {"Authorization": "Bearer"}):
         answers, *_ = sent(*((path, {PATHS[path]: "x"}) for path in PATHS), headers=headers)
         assert [status for status, _ in answers] == [401] * 3 and '"authentication_error"' in answers[1][1]
+    for headers in ({"X-Api-Key": "{}"}, {"Authorization": "Bearer {}", "X-Api-Key": "another"}):
+        assert sent(("/models", None), headers=headers)[0][0][0] == 200
     counted = ("/messages/count_tokens", {"messages": ASKED})
     ((_, count), (_, models), (status, unknown)), *_ = sent(counted, ("/models", None), ("/v1/messages", {"x": 1}))
     assert json.loads(count) == {"input_tokens": 12} and status == 404 and "without /v1" in unknown
