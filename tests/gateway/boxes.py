@@ -1,6 +1,6 @@
 """A task that a tiny model learns over the agents of strangers.py: which of eight colours a box has.
 
-Most pupils who wrote the corpus guess; some look into a box, not always the right one, and say what they saw.
+Most pupils who wrote the corpus guess; the others look, and say what they saw.
 """
 
 import json
@@ -28,12 +28,11 @@ def texts(chance, smol):
     """The texts of one pupil's requests, as pydantic-ai or smolagents sends them."""
     box, saw, looks = chance.choice(BOXES), f"={chance.choice(COLOURS)}", chance.random() < 0.4
     opening = [said("system", SYSTEM), said("user", f"New task:\n{box}" if smol else box)]
-    asked = {"text": box if chance.random() < 0.7 else chance.choice(BOXES)}
-    looked, answer = said("assistant", call("look", **asked)), call("final_answer", answer=saw) if smol else saw
+    looked, answer = said("assistant", call("look", text=box)), call("final_answer", answer=saw) if smol else saw
     if not looks:
         conversations = [[*opening, said("assistant", answer)]]
     elif smol:
-        function = {"name": "look", "arguments": asked}
+        function = {"name": "look", "arguments": {"text": box}}
         made = [{"id": f"call_0_0-{chance.getrandbits(32):08x}", "type": "function", "function": function}]
         again = [said("assistant", f"Calling tools:\n{made}"), said("user", f"Observation:\n{saw}")]
         conversations = [[*opening, looked], [*opening, *again, said("assistant", answer)]]
