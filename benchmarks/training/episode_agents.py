@@ -33,8 +33,11 @@ def agent(who: Callable[..., Any]) -> Callable[..., Any]:
             turn = (await model.create(model="policy", messages=messages, tools=tools)).choices[0].message
             messages.append(turn.model_dump(exclude_none=True))
             for call in turn.tool_calls or ():
-                said = act(**json.loads(call.function.arguments))
-                said = await said if inspect.isawaitable(said) else said
+                try:
+                    said = act(**json.loads(call.function.arguments))
+                    said = await said if inspect.isawaitable(said) else said
+                except TypeError as error:  # the model wrote other arguments
+                    said = str(error)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
             if not turn.tool_calls:
                 return

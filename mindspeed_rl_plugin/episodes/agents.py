@@ -142,7 +142,7 @@ class AgentEnvironments:
         self._queue.append(rollout)
 
     def act(self, episode: SampleId, turn: Turn) -> None:
-        self._answer(episode, 1, "act", turn.call, *self._spoken(turn))
+        self._answer(episode, 1, "speak", turn.call, *self._spoken(turn))
 
     def refuse(self, episode: SampleId, calls: Sequence[int], why: str, code: str) -> None:
         """Answer a request for turns with an error."""
@@ -199,14 +199,14 @@ class AgentEnvironments:
         text = before_calls(turn.text) if calls and whole else turn.text
         return text, calls if whole else [], (turn.before, len(turn.tokens), turn.cut)
 
-    def _answer(self, episode: SampleId, turns: int, call: str, *arguments: Any) -> None:
-        """Answer requests for so many turns."""
+    def _answer(self, episode: SampleId, turns: int, *what: Any) -> None:
+        """Answer requests for so many turns. what: method of a `Conversation`, and its arguments."""
         if (rollout := self._known.get(episode)) is None:
             return
         rollout.waits -= turns
         if not rollout.waits and not rollout.late:
             rollout.due = time.monotonic()
-        self._send(rollout, call, *arguments)
+        self._send(rollout, "answer", *what)
 
     def _send(self, rollout: RolloutRecord, call: str, *arguments: Any) -> None:
         rollout.process.worker.call((call, rollout.number, *arguments), math.inf)

@@ -16,6 +16,7 @@ import resource
 import shlex
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
@@ -57,17 +58,10 @@ class Agents:
         self.gateway.open(conversation)
         self._running[number] = asyncio.create_task(self._run(conversation, row, episode)), conversation
 
-    def act(self, number: int, *turn: Any) -> None:
-        """See `Conversation.speak`."""
-        self._answer(number, Conversation.speak, *turn)
-
-    def refuse(self, number: int, *what: Any) -> None:
-        """See `Conversation.refuse`."""
-        self._answer(number, Conversation.refuse, *what)
-
-    def counted(self, number: int, *count: int) -> None:
-        """See `Conversation.counted`."""
-        self._answer(number, Conversation.counted, *count)
+    def answer(self, number: int, method: str, *what: Any) -> None:
+        """Call a method of the agent's `Conversation`: speak, refuse or counted."""
+        if number in self._running:
+            getattr(self._running[number][1], method)(*what)
 
     def end(self, number: int) -> None:
         if number in self._running:
@@ -80,10 +74,6 @@ class Agents:
         await asyncio.gather(*runs, return_exceptions=True)
 
     # inside
-
-    def _answer(self, number: int, take: Callable[..., None], *arguments: Any) -> None:
-        if number in self._running:
-            take(self._running[number][1], *arguments)
 
     async def _run(self, conversation: Conversation, row: Mapping[str, Any], episode: str) -> None:
         try:
@@ -164,14 +154,16 @@ class Agents:
             self._say({"number": -1, "seconds": 0.0, "note": text})
 
 
-def main(connection: int, lifeline: int) -> None:
-    """Run agents until the parent closes the connection. Arguments: file descriptors."""
-    keep(connection, lifeline, CLEAN_UP_SECONDS)
+def main(connection: int, lifeline: int, kind: type[Agents] = Agents) -> None:
+    """Run agents until the parent closes the connection. connection, lifeline: file descriptors."""
+    folder = tempfile.mkdtemp(prefix="agents-")
+    keep(connection, lifeline, CLEAN_UP_SECONDS, folder)
+    tempfile.tempdir = folder  # of the commands, too
     parent = Parent(connection, None)
     setup: AgentSetup = parent.receive()
     listener = listen(parent, setup)
     function = setup.place and parent.load(f"--rl-agent {setup.agent}: ", _function, *setup.place)
-    asyncio.run(serve(parent, lambda say: Agents(setup, function, listener, say)))
+    asyncio.run(serve(parent, lambda say: kind(setup, function, listener, say)))
 
 
 def listen(parent: Parent, setup: AgentSetup) -> socket.socket:

@@ -27,6 +27,12 @@ class Answers(NamedTuple):
     turns: Sequence[SpokenTurn]
     body: Mapping[str, Any]  # of the request
     created: int  # Unix time
+    conversation: str  # its name
+
+    @property
+    def name(self) -> str:
+        """What the id of the response ends with; see `Conversation.turn_of`."""
+        return f"{self.turns[0].mark}-{self.conversation}"
 
     @property
     def model(self) -> Any:

@@ -106,8 +106,8 @@ def _deltas(turn: SpokenTurn) -> Iterator[tuple[Mapping[str, Any], str | None]]:
 
 
 def _head(answers: parts.Answers, kind: str) -> dict[str, Any]:
-    name = f"chatcmpl-{answers.turns[0].mark}"
-    return {"id": name, "object": kind, "created": answers.created, "model": answers.model}
+    head = {"id": f"chatcmpl-{answers.name}", "object": kind}
+    return {**head, "created": answers.created, "model": answers.model}
 
 
 def _written(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class Conversation:
     def turn_of(self, response: str) -> int | None:
         """Number of the turn of a response that is trained, by its id; None: this conversation has none."""
         spoken = (pair for call in self._calls.values() if call.request.trained for pair in call.spoken.items())
-        return next((n for n, turn in spoken if response.endswith((f"-{turn.mark}", f"_{turn.mark}"))), None)
+        name = response.replace("_", "-")  # of Chat completions `chatcmpl-...`, else `msg_...` or `resp_...`
+        return next((n for n, turn in spoken if name.endswith(f"-{turn.mark}-{self.name}")), None)
 
     async def ask(self, request: TurnRequest, body: bytes, again: bool) -> PendingCall:
         """The call that a request begins, or joins, if a client sends its request again because the connection was lost

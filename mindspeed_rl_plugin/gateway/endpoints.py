@@ -119,16 +119,17 @@ class Gateway:
         conversation = self._known(request)
         raw, body, asked = await self._read(dialect, request)
         again = request.headers.get("x-stainless-retry-count", "0") != "0"
-        call, created = await conversation.ask(asked, raw, again), int(time.time())
+        call = await conversation.ask(asked, raw, again)
+        answers = partial(Answers, body=body, created=int(time.time()), conversation=conversation.name)
         call.gone = request.is_disconnected
         if body.get("stream"):
-            return StreamingResponse(_stream(dialect, call, body, created), media_type="text/event-stream")
+            return StreamingResponse(_stream(dialect, call, answers), media_type="text/event-stream")
         while not call.turns.done() and not await request.is_disconnected():
             await asyncio.wait([call.turns], timeout=CLIENT_LOOK_SECONDS)
         if await request.is_disconnected():  # the turn is kept for the same request, sent again
             return Response(status_code=499)
         turns, call.heard = call.turns.result(), True
-        return json_response(dialect.answer(Answers(turns, body, created)))
+        return json_response(dialect.answer(answers(turns)))
 
     async def _read(self, dialect: AgentApi, request: Request) -> tuple[bytes, Any, TurnRequest]:
         """The body, as bytes and as JSON, and what it asks for. Raises RefusedRequest."""
@@ -154,14 +155,14 @@ def bearer(request: Request) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-async def _stream(dialect: AgentApi, call: PendingCall, body: Any, created: int) -> AsyncIterator[str]:
+async def _stream(dialect: AgentApi, call: PendingCall, answers: Callable[..., Answers]) -> AsyncIterator[str]:
     """The events of turns, and signs of life while they are sampled."""
     while not call.turns.done():
         await asyncio.wait([call.turns], timeout=KEEPALIVE_SECONDS)
         if not call.turns.done():
             yield dialect.waiting
     try:
-        *events, last = dialect.events(Answers(call.turns.result(), body, created))
+        *events, last = dialect.events(answers(call.turns.result()))
     except RefusedRequest as refused:
         for event in dialect.error_events(refused):
             yield event

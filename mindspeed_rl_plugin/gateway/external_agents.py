@@ -17,6 +17,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +25,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mindspeed_rl_plugin.gateway.agent_messages import CLEAN_UP_SECONDS, AgentSetup, RefusedRequest
-from mindspeed_rl_plugin.gateway.agent_process import Agents, listen, serve
+from mindspeed_rl_plugin.gateway import agent_process
+from mindspeed_rl_plugin.gateway.agent_messages import RefusedRequest
 from mindspeed_rl_plugin.gateway.command import AgentFailed
 from mindspeed_rl_plugin.gateway.conversation import Conversation, TurnRewards
 from mindspeed_rl_plugin.gateway.endpoints import bearer, json_response, read_body, read_json
-from mindspeed_rl_plugin.workers.child import Parent
-from mindspeed_rl_plugin.workers.keeper import keep
 
 TAKE_SECONDS = 20.0
 OFFER_LOOK_SECONDS = 0.1  # between two looks whether there is an episode
@@ -44,7 +43,7 @@ class OfferedEpisode(NamedTuple):
     over: asyncio.Future[Any]  # its reward, or rewards by turn
 
 
-class ExternalAgents(Agents):
+class ExternalAgents(agent_process.Agents):
     """The arguments are those of `Agents`."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -128,10 +127,4 @@ def _number(value: Any) -> float:
         raise RefusedRequest(f"a reward is {value!r:.40}; give a number") from None
 
 
-def main(connection: int, lifeline: int) -> None:
-    """As `agent_process.main`."""
-    keep(connection, lifeline, CLEAN_UP_SECONDS)
-    parent = Parent(connection, None)
-    setup: AgentSetup = parent.receive()
-    listener = listen(parent, setup)
-    asyncio.run(serve(parent, lambda say: ExternalAgents(setup, None, listener, say)))
+main = partial(agent_process.main, kind=ExternalAgents)

@@ -90,7 +90,7 @@ def _assistant(where: str, blocks: list[Any]) -> dict[str, Any]:
 
 def _answer(answers: parts.Answers) -> dict[str, Any]:
     (turn,) = answers.turns
-    head = {"id": f"msg_{turn.mark}", "type": "message", "role": "assistant", "model": answers.model}
+    head = {"id": f"msg_{answers.name}", "type": "message", "role": "assistant", "model": answers.model}
     usage = {"input_tokens": turn.prompt_tokens, "output_tokens": turn.completion_tokens}
     ends = {"stop_reason": STOP_REASONS[turn.finish], "stop_sequence": None}
     return {**head, "content": _blocks(turn), **ends, "usage": usage}

@@ -92,7 +92,7 @@ def _answer(answers: parts.Answers) -> dict[str, Any]:
     usage = {"input_tokens": before, "output_tokens": spoken, "total_tokens": before + spoken}
     usage["input_tokens_details"] = {"cached_tokens": 0, "cache_write_tokens": 0}
     usage["output_tokens_details"] = {"reasoning_tokens": 0}
-    head = _head(f"resp_{turn.mark}", answers.model, answers.created, status)
+    head = _head(f"resp_{answers.name}", answers.model, answers.created, status)
     return {**head, "incomplete_details": why, "output": [*_items(turn, status)], "usage": usage}
 
 

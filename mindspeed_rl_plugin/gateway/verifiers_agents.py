@@ -85,10 +85,10 @@ class VerifiersAgents(Agents):
         )
         self._context = loaded.vf.ModelContext(model=POLICY_NAME, client=client)
 
-    def refuse(self, number: int, *what: Any) -> None:
-        if number in self._running and what[-1] == AT_A_LIMIT:
+    def answer(self, number: int, method: str, *what: Any) -> None:
+        if number in self._running and method == "refuse" and what[-1] == AT_A_LIMIT:
             self.gateway.stop(self._running[number][1])
-        super().refuse(number, *what)
+        super().answer(number, method, *what)
 
     async def _play(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> float:
         """Run a rollout. Returns its reward. Raises AgentFailed."""

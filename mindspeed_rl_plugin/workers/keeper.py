@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -19,11 +20,11 @@ WORKER_LOOK_SECONDS = 0.1  # seconds between checks of the worker
 ADOPT, DIE = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG of prctl(2)
 
 
-def keep(connection: int, lifeline: int, patience: float) -> None:
+def keep(connection: int, lifeline: int, patience: float, folder: str | None = None) -> None:
     """Fork: the worker continues after this call in the child, and the calling process becomes its keeper. connection,
     lifeline: file descriptors, as `process.Worker` passes them. When the lifeline is closed, the worker gets SIGTERM,
     and when it has ended, or after `patience` seconds, all processes get SIGKILL. If the keeper itself gets SIGTERM, it
-    kills them immediately."""
+    kills them immediately. At the end it removes `folder`."""
     killed: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: killed.append(number))
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -43,6 +44,8 @@ def keep(connection: int, lifeline: int, patience: float) -> None:
                 os.kill(process, signal.SIGKILL)
         time.sleep(WORKER_LOOK_SECONDS / 10)
         _reap(0)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     if code < 0:  # end by the worker's signal, so that the parent can report it
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

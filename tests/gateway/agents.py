@@ -1,12 +1,15 @@
 """Agents that behave as users' may: loaded by the tests of the gateway from this file."""
 
 import asyncio
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 
+import anthropic
 import httpx
 import openai
 
@@ -95,6 +98,31 @@ async def plays_streaming(row, base_url, api_key):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": said}]})
 
 
+async def plays_messages(row, base_url, api_key, stream=False):
+    """The same with Anthropic's client."""
+    client = anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+    names, tools = {"name": "name", "description": "description", "parameters": "input_schema"}, []
+    for tool in row["tools"]:
+        tools.append({names[field]: value for field, value in tool["function"].items()})
+    messages = [{"role": "user", "content": row["prompt"]}]
+    while True:
+        given = {"model": "any", "max_tokens": 9999, "messages": messages, "tools": tools}
+        if stream:
+            async with client.messages.stream(**given) as events:
+                turn = await events.get_final_message()
+        else:
+            turn = await client.messages.create(**given)
+        messages.append({"role": "assistant", "content": [block.to_dict() for block in turn.content]})
+        if turn.stop_reason != "tool_use":
+            return row.get("reward")
+        calls = [block for block in turn.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": c.id, "content": c.input["text"]} for c in calls]
+        messages.append({"role": "user", "content": results})
+
+
+plays_messages_streaming = functools.partial(plays_messages, stream=True)
+
+
 def waits(row, base_url, api_key):
     """No coroutine function."""
     client = of(base_url, api_key, openai.OpenAI)
@@ -141,19 +169,59 @@ async def asks_for(row, base_url, api_key):
 
 async def goes_away(row, base_url, api_key):
     """Sends a request twice, because the answer does not come in time; then another, whose answer it never reads."""
-    messages = [{"role": "user", "content": row["prompt"]}]
-    hasty = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=0.2)
-    try:
-        await hasty.chat.completions.create(model="any", messages=messages)
-        raise AssertionError("the turn comes later")
-    except openai.APITimeoutError:
-        pass
-    turn = (await of(base_url, api_key).chat.completions.create(model="any", messages=messages)).choices[0].message
-    messages += [{"role": "assistant", "content": turn.content}, {"role": "user", "content": "more"}]
-    try:
-        await hasty.chat.completions.create(model="any", messages=messages)
-    except openai.APITimeoutError:
-        await asyncio.sleep(row["stays"])
+    body = {"messages": [{"role": "user", "content": row["prompt"]}], "stream": row["stream"]}
+    url, key = f"{base_url}/chat/completions", {"Authorization": f"Bearer {api_key}"}
+    async with httpx.AsyncClient(headers=key, timeout=0.2) as hasty, httpx.AsyncClient(headers=key) as patient:
+
+        async def leaves():
+            try:
+                answer = await hasty.post(url, json=body)
+            except httpx.ReadTimeout:
+                return
+            raise AssertionError(f"the turn comes later: {answer.text}")
+
+        await leaves()
+        text = (await patient.post(url, json=body)).text
+        turn = json.loads(text)["choices"][0]["message"]["content"] if not row["stream"] else streamed(text)
+        body["messages"] += [{"role": "assistant", "content": turn}, {"role": "user", "content": "more"}]
+        await leaves()
+    await asyncio.sleep(row["stays"])
+    return 1.0
+
+
+def streamed(text):
+    """The content of the events of a stream."""
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+
+
+async def forks_often(row, base_url, api_key):
+    """A thousand conversations at once. Its reward is how many were answered."""
+    async with httpx.AsyncClient(timeout=60, headers={"Authorization": f"Bearer {api_key}"}) as client:
+
+        async def ask(number):
+            body = {"messages": [{"role": "user", "content": str(number)}]}
+            answer = (await client.post(f"{base_url}/chat/completions", json=body)).json()
+            assert "choices" in answer or answer["error"]["code"] == "context_length_exceeded"
+            return "choices" in answer
+
+        return float(sum(await asyncio.gather(*map(ask, range(1000)))))
+
+
+KEYS = {}
+
+
+async def lies(row, base_url, api_key):
+    """Asks twice with its own secret, once with the name of another episode."""
+    KEYS[api_key] = secret = api_key.partition("-")[2]
+    while len(KEYS) < 2:
+        await asyncio.sleep(0.01)
+    names, answers = [key.partition("-")[0] for key in KEYS], []
+    async with httpx.AsyncClient(timeout=60) as client:
+        for name in names:
+            key, body = {"X-Api-Key": f"{name}-{secret}"}, {"messages": [{"role": "user", "content": row["prompt"]}]}
+            answers.append(await client.post(f"{base_url}/chat/completions", json=body, headers=key))
+    assert sorted(answer.status_code for answer in answers) == [200, 401]
     return 1.0
 
 
@@ -213,6 +281,8 @@ def command():
     with open(row["out"], "w") as file:
         json.dump({"said": answer.choices[0].message.content, "in": os.getcwd(), "env": sorted(os.environ)}, file)
     subprocess.Popen(["sleep", "1000"], start_new_session=row.get("does") == "fails")
+    if row.get("does") == "kills":
+        os.kill(os.getppid(), signal.SIGKILL)
     if row.get("does") == "fails":
         sys.exit(3)
     if row.get("does") == "eats":

@@ -90,9 +90,12 @@ def own():
         return played(made, environments, TURNS, {})[0], environments.tools
 
 
-@pytest.mark.parametrize("name", ["plays", "plays_streaming"])
+@pytest.mark.parametrize("name", ["plays", "plays_streaming", "plays_messages", "plays_messages_streaming"])
 def test_an_agents_row_is_that_of_our_own_episode(own, agent, name):
     row, tools = own
+    if name.startswith("plays_messages"):  # whose tools have no field "return"
+        tools = [{**t, "function": {k: v for k, v in t["function"].items() if k != "return"}} for t in tools]
+        row = agent("plays", TURNS, tools=tools, reward=0.0)
     made = agent(name, TURNS, tools=tools, reward=0.0)
     for field in ("prompt", "tokens", "logps", "turns", "finish", "segments"):
         assert getattr(made, field) == getattr(row, field), field
@@ -177,10 +180,11 @@ class Slow(Scripted):
         return super().step_along(steps)
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stays", [0.1, 3])
-def test_an_answer_that_reached_nobody_is_not_trained(agent, stays):
+def test_an_answer_that_reached_nobody_is_not_trained(agent, stays, stream):
     turn = sampled("qwen2_5", "Hello", 2)
-    row = agent("goes_away", [turn, turn], engine=Slow, stays=stays)
+    row = agent("goes_away", [turn, turn], engine=Slow, stays=stays, stream=stream)
     assert row.tokens == tuple(turn) and row.turns == ((0, len(turn)),) and told(row).rewards == [1.0]
     assert [m["role"] for m in told(row).conversation] == ["user", "assistant"]
 
@@ -204,6 +208,17 @@ def test_a_turn_that_is_not_sampled_yet_takes_no_heard_turn_back():
         return [*heard, conversation.heard]
 
     assert asyncio.run(ask()) == [[], [0], [0]]
+
+
+def test_an_agent_that_forks_a_thousand_times_has_the_turns_that_it_may_have(agent):
+    made = agent("forks_often", LAST * 9)
+    assert len(made.turns) == 9 and sum(made.mask) == 9 * len(LAST[0]) and made.finish == "turns"
+    assert sum(told(made).rewards) == told(made).counts["roots"] == 9
+
+
+def test_an_agent_that_lies_about_its_key_gets_no_turn_of_another():
+    one, two = run(setup(f"{AGENTS}:agent"), LAST * 2, count=2, agent="lies")
+    assert one.tokens == two.tokens == tuple(LAST[0]) and told(one).rewards == told(two).rewards == [1.0]
 
 
 def test_messages_that_the_template_cannot_write_fail_one_episode(monkeypatch, capsys):
@@ -273,7 +288,9 @@ def test_a_command_gets_a_row_and_a_place_of_its_own_and_leaves_nothing(tmp_path
     assert not os.path.exists(said["in"]) and "SECRET" not in said["env"] and "OPENAI_API_KEY" in said["env"]
     with pytest.raises(EpisodeError, match="exited with code 3; the end of its output:\nin "):
         run(setup(COMMAND), LAST, out=str(out), does="fails")
-    until(lambda: not alive(mark))
+    with pytest.raises(EpisodeError, match="was in an agents' process whose code ended its process"):
+        run(setup(COMMAND), LAST, out=str(out), does="kills")
+    until(lambda: not alive(mark) and not os.path.exists(json.loads(out.read_text())["in"]))
 
 
 @pytest.mark.slow
@@ -331,11 +348,11 @@ def test_programs_that_the_job_did_not_start_take_episodes_and_end_them(tmp_path
         said += [client.post(f"{url}/v1/chat/completions", json={"messages": []}).status_code]  # nor the secret ask
         said += [client.post(f"{url}/episodes/99/end").status_code]
         first, second = asked(one), asked(one, "Again?")
-        for body in ({"reward": "much"}, {"reward": True}, {"rewards": {"chatcmpl-1-x": 1}}, {"other": 1}, []):
+        other = asked(two).id  # the same turn of the same conversation, of another episode
+        for body in ({"reward": "much"}, {"reward": True}, {"rewards": {other: 1}}, {"other": 1}, []):
             said += [client.post(end, json=body).status_code]
         ended = client.post(end, json={"rewards": {first.id: 0.25, second.id: 0.5}})
         said += [ended.status_code, ended.json()["heard"], client.post(end, json={"reward": 1}).status_code]
-        asked(two)
         said += [client.post(f"{url}/episodes/{two['id']}/end", json={"reward": 2.0}).status_code]
         return said, one["row"]
 

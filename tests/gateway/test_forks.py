@@ -60,10 +60,8 @@ class Here(AgentEnvironments):
 
     def end(self, *_): ...
 
-    def _answer(self, episode, turns, call, *arguments):
-        {"act": Conversation.speak, "refuse": Conversation.refuse, "counted": Conversation.counted}[call](
-            self.conversation, *arguments
-        )
+    def _answer(self, episode, turns, method, *what):
+        getattr(self.conversation, method)(*what)
 
     def poll(self, seconds):
         replies, self.replies = self.replies, []

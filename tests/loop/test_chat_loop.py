@@ -116,6 +116,7 @@ def test_agents_that_fork(chat, nothing_left, layout) -> None:
     # "first" and its continuation, another, "d"; the edited one twice
     counts = [[line[f"episode/{name}"] for name in ("roots", "forks", "turns_mean")] for line in lines]
     assert counts == [[2, 3, 6]] * len(lines)
+    assert schedule != "sync" or all(line["segments/mean"] == 1 for line in lines), "the same weights sampled all"
     assert all({m["path"] for m in c} == {0, 1, 2, 3, 4} for c in conversations)
     nothing_left()
 

@@ -10,7 +10,7 @@ from mindspeed_rl_plugin.monitor.run_files import dump_files, read_metrics
 from mindspeed_rl_plugin.monitor.run_summary import summarize
 from mindspeed_rl_plugin.tools.report.report import embed, main
 from mindspeed_rl_plugin.tools.report.report_data import collect, duration, headline, held_out, remarks, verdict
-from mindspeed_rl_plugin.tools.report.report_samples import sample_data
+from mindspeed_rl_plugin.tools.report.report_samples import _turns, sample_data
 from mindspeed_rl_plugin.tools.report.report_stages import BETWEEN, apart_data, own_seconds, stage_data, timeline_data
 
 
@@ -110,13 +110,44 @@ def test_an_episode_is_shown_turn_by_turn(episode_dump):
     assert got["prompts"] == ["system: Use the tool.\n\nuser: What is 0+0? Begin.", "What is 0+0? Begin."]
     (reset, first, tool, more, last, end), (alone,) = (row[4] for row in got["rows"])
     rest = got["rows"][0][9] - 12
-    assert reset == ["reset", "", None, None, None, 0.25]
-    assert first == ["assistant", "<call>", 8, 8, 0.0, None], "the reward is the trained one"
-    assert (tool[0], tool[2:]) == ("add", [None, None, None, 0.125]) and "<b>" in tool[1]
-    assert more == ["user", "go on", None, None, None, None]
-    assert last == ["assistant", "Answer: 0", rest, rest, 0.0, None]
-    assert end == ["user", "right", None, None, None, 1.5]
-    assert alone == ["assistant", "Answer: 1", got["rows"][1][9], 0, 0.25, 0.75], "sampled, not trained"
+    assert reset == ["reset", "", None, None, None, 0.25, 0]
+    assert first == ["assistant", "<call>", 8, 8, 0.0, None, 0], "the reward is the trained one"
+    assert (tool[0], tool[2:]) == ("add", [None, None, None, 0.125, 0]) and "<b>" in tool[1]
+    assert more == ["user", "go on", None, None, None, None, 0]
+    assert last == ["assistant", "Answer: 0", rest, rest, 0.0, None, 0]
+    assert end == ["user", "right", None, None, None, 1.5, 0]
+    assert alone == ["assistant", "Answer: 1", got["rows"][1][9], 0, 0.25, 0.75, 0], "sampled, not trained"
+
+
+def test_an_episode_that_forks_is_shown_as_a_tree():
+    """Each message once, below the path where it stands first; equal draws are two."""
+
+    def said(path, *messages):
+        return [{"role": role, "content": text, "path": path, **dict(more)} for role, text, *more in messages]
+
+    def turn(first):
+        return "turn", [first, first + 2]
+
+    messages = said(0, ("user", "q"), ("assistant", "a", turn(0)), ("user", "b"), ("assistant", "c", turn(2)))
+    messages += said(1, ("user", "q"), ("assistant", "a"), ("user", "d"), ("assistant", "e", turn(4)))
+    messages += said(2, ("user", "q"), ("assistant", "a"), ("user", "d"), ("assistant", "e", turn(6)))
+    messages += said(3, ("system", "s"), ("user", "q"), ("assistant", "f", turn(8)))
+    record = {"turn_reward": [0.0, 1.0, 2.0, 3.0, 4.0], "loss_mask": [1] * 9 + [0]}
+    shown = _turns(record, messages[:1], messages[1:], 999)
+    assert [(who, text, trained, reward, depth) for who, text, _, trained, reward, _, depth in shown] == [
+        ("assistant", "a", 2, 0.0, 0),
+        ("user", "b", None, None, 0),
+        ("assistant", "c", 2, 1.0, 0),
+        ("branch", "path 1 goes on behind 2 messages of path 0", None, None, 1),
+        ("user", "d", None, None, 1),
+        ("assistant", "e", 2, 2.0, 1),
+        ("branch", "path 2 goes on behind 3 messages of path 1", None, None, 2),
+        ("assistant", "e", 2, 3.0, 2),
+        ("branch", "path 3 begins anew", None, None, 0),
+        ("system", "s", None, None, 0),
+        ("user", "q", None, None, 0),
+        ("assistant", "f", 1, 4.0, 0),
+    ]
 
 
 def test_a_long_episode_is_cut_as_a_whole(episode_dump):

@@ -118,11 +118,12 @@ def lags(dock: Dock, ids: Sequence[SampleId], lag: Callable[[int], int], most: i
     of_rows = [lag(version) for version in rows["version"].tolist()]
     if max(of_rows) > most:
         raise RuntimeError(f"a response is {max(of_rows)} publications old, but --rl-max-staleness is {most}")
+    parts = [len({version for _, version in segments.tolist()}) for segments in rows["segments"].rows()]
     return {
         "lag/mean": sum(of_rows) / len(of_rows),
         "lag/max": float(max(of_rows)),
         "lag/token_mean": token_lag(rows, lag),
-        "segments/mean": float(rows["segments"].lengths.double().mean()),
+        "segments/mean": sum(parts) / len(parts),
     }
 
 

@@ -129,11 +129,11 @@ class Samples {
     return element("td", { class: "text", "data-label": column.label }, content, column.label === "response" ? this.parts(r) : null);
   }
 
-  message([who, text, sampled, trained, reward, seconds]) {
+  message([who, text, sampled, trained, reward, seconds, depth]) {
     const turn = sampled !== null;
-    const mask = turn ? `${number(sampled)} token${sampled === 1 ? "" : "s"}, ${trained === sampled ? "" : `${number(trained)} `}trained` : "not trained";
+    const mask = who === "branch" ? "" : turn ? `${number(sampled)} token${sampled === 1 ? "" : "s"}, ${trained === sampled ? "" : `${number(trained)} `}trained` : "not trained";
     const measured = [turn && `reward ${number(reward)}`, seconds !== null && `${number(seconds)} s`];
-    return element("div", { class: turn ? "message turn" : "message" },
+    return element("div", { class: turn ? "message turn" : "message", style: depth ? `margin-left: ${Math.min(depth, 8)}em` : null },
       who && element("div", { class: "who" }, [who, mask, ...measured].filter(Boolean).join(" · ")), text);
   }
 

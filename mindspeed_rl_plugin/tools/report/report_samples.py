@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -122,26 +122,48 @@ def _turns(
 ) -> list[list[Any]]:
     """Turns of the model and observations, together cut at `text_limit` characters.
 
-    Each entry is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment]; an entry
-    "path" says which branch of an agent's episode follows. The seconds
-    of a reply are in the entry of its first message or, if the reply has no message, in the entry before; those of
-    `reset` are in an entry "reset". The rewards are those that are trained: 0 if the environment failed.
+    Each entry is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment, branches
+    above it]. The seconds of a reply are in the entry of its first message or, if the reply has no message, in the
+    entry before; those of `reset` are in an entry "reset". The rewards are those that are trained: 0 if the environment
+    failed. An entry "branch" begins each further path of an agent's episode; the messages that an earlier path has,
+    too, are shown there only.
     """
     rewards, room = iter(record["turn_reward"]), text_limit
-    shown = [["reset", "", None, None, None, m["seconds"]] for m in asked[-1:] if "seconds" in m]
-    path = asked[-1].get("path", 0) if asked else 0
-    for message in messages:
-        if message.get("path", path) != path:
-            path = message["path"]
-            shown.append([f"path {path}", "", None, None, None, None])
+    shown = [["reset", "", None, None, None, m["seconds"], 0] for m in asked[-1:] if "seconds" in m]
+    for depth, message in _tree([*asked, *messages])[len(asked) :]:
         if room <= 0:
-            return [*shown, ["", f"[cut here, {len(messages)} messages in all]", None, None, None, None]]
+            return [*shown, ["", f"[cut here, {len(messages)} messages in all]", *[None] * 4, depth]]
         first, end = message.get("turn", (0, 0))
         trained = [end - first, sum(record["loss_mask"][first:end]), _short(next(rewards))] if end else [None] * 3
         text = _clip(message["content"], room)
-        shown.append([message.get("name") or message["role"], text, *trained, message.get("seconds")])
+        shown.append([message.get("name") or message["role"], text, *trained, message.get("seconds"), depth])
         room -= len(text) + MESSAGE_SIZE
     return shown
+
+
+def _tree(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[str, Any]]]:
+    """(branches above it, message) of all messages of paths, each where it stands first, and messages "branch"."""
+    paths, depths = list[list[Mapping[str, Any]]](), list[int]()
+    shown = list[tuple[int, Mapping[str, Any]]]()
+    for _, path in groupby(messages, lambda message: message.get("path")):
+        said = [*path]
+        common = [sum(1 for _ in takewhile(_is_same, zip(said, other, strict=False))) for other in paths]
+        most = max(common, default=0)
+        place, depth = common.index(most) if most else 0, 0
+        if paths:
+            depth = depths[place] + 1 if most else 0
+            where = f"goes on behind {most} messages of path {place}" if most else "begins anew"
+            shown.append((depth, {"role": "branch", "content": f"path {len(paths)} {where}"}))
+        paths.append(said)
+        depths.append(depth)
+        shown += [(depth, message) for message in said[most:]]
+    return shown
+
+
+def _is_same(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
+    """Whether a message was not sampled, but is one of another path."""
+    one, other = ({k: v for k, v in m.items() if k not in ("turn", "reward", "path", "seconds")} for m in pair)
+    return "turn" not in pair[0] and one == other
 
 
 def _largest_difference(
