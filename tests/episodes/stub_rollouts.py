@@ -23,8 +23,8 @@ def main(connection, lifeline):
             if scripts[number] != ["stuck"]:
                 parent.send({"number": number, "seconds": 0.0, "ended": True, "heard": heard.get(number, [])})
             continue
-        if call == "act":
-            heard.setdefault(number, []).append(arguments[0])
+        if call == "answer" and arguments[0] == "speak":
+            heard.setdefault(number, []).append(arguments[1])
         script = scripts[number]
         line = script.pop(0) if script and script != ["stuck"] else "silence"
         if line == "die":

@@ -74,7 +74,8 @@ def test_a_turn_reaches_the_rollout_as_it_is(made):
     begin(environments, ONE=[ASKS, "echo"])
     replies(environments, 1)
     environments.act(ONE, SPOKEN)
-    assert replies(environments, 1)[ONE].request.messages[0]["content"] == "['act', 0, 'ab', [], (3, 2, False)]"
+    echo = replies(environments, 1)[ONE].request.messages[0]["content"]
+    assert echo == "['answer', 'speak', 0, 'ab', [], (3, 2, False)]"
 
 
 def test_several_requests_wait_and_the_agents_time_begins_when_all_are_answered(made):
