@@ -11,7 +11,7 @@ from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, AgentFormats, Raw
 from mindspeed_rl_plugin.episodes.environments import AgentRequest, ChatMessage, Reply, TurnLimits
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Path, Plan
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
-from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, FORKED, INVALID
+from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, FORKED, INVALID, RefusedRequest
 from mindspeed_rl_plugin.rows import Completion, SampleId, TurnId
 
 
@@ -29,14 +29,6 @@ class ForkLimits:
         paths = {path: path.length + most.get(path, 0) for path in (*state.paths, *most)}
         common = sum(path.common for path in paths) if self.shared else 0
         return (self.tokens - sum(paths.values()) + common - added) // turns
-
-
-class RefusedTurn(Exception):
-    """Why a request gets an error. code: of the client's error."""
-
-    def __init__(self, why: str, code: str) -> None:
-        super().__init__(why)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,7 @@ class AgentLead(Lead):
                 self.environments.counted(sample, request.calls[0], self._before(state, request) + len(tokens))
                 return
             turns = self._turns(state, request, tokens)
-        except RefusedTurn as refused:
+        except RefusedRequest as refused:
             self.environments.refuse(sample, request.calls, str(refused), refused.code)
         except ValueError as error:
             self.environments.refuse(sample, request.calls, f"the model cannot see these tools: {error}", INVALID)
@@ -166,7 +158,7 @@ class AgentLead(Lead):
         """Tokens of a request's messages, up to the start of the model's turn."""
         characters = sum(len(message["content"]) for message in messages)
         if characters > format.longest * (most := self.limits.prompt + state.request.sampling.max_tokens):
-            raise RefusedTurn(f"{characters} characters are more than {most} tokens", AT_A_LIMIT)
+            raise RefusedRequest(f"{characters} characters are more than {most} tokens", code=AT_A_LIMIT)
         try:
             if request.parent is None:
                 return tuple(format.written(messages))
@@ -174,21 +166,21 @@ class AgentLead(Lead):
             return tuple(format.behind(path.tokens[path.end(count) - 1], messages))
         except TEMPLATE_ERRORS as error:
             raised = f"the chat template raised {type(error).__name__}: {error}"
-            raise RefusedTurn(f"these messages cannot become tokens: {raised}", INVALID) from error
+            raise RefusedRequest(f"these messages cannot become tokens: {raised}") from error
 
     def _turns(self, state: EpisodeState, request: AgentRequest, tokens: tuple[int, ...]) -> list[NextTurn]:
-        """The turns of a request. tokens: of its messages. Raises RefusedTurn for a request beyond a limit."""
+        """The turns of a request. tokens: of its messages. Raises RefusedRequest for a request beyond a limit."""
         turns, limit, forks = len(request.calls), self.limits.prompt, self._forks
         if state.begun.total() + turns > self.limits.turns:
             state.finish = "turns" if request.trained else state.finish
-            raise RefusedTurn(f"an episode has at most --rl-max-turns {self.limits.turns} turns", AT_A_LIMIT)
+            raise RefusedRequest(f"an episode has at most --rl-max-turns {self.limits.turns} turns", code=AT_A_LIMIT)
         before, common, root = self._before(state, request), 0, request.parent is None
         response, length = state.request.sampling.max_tokens, before + len(tokens)
         most = min(self.limits.turn, response, limit + response - length)
         if root:
             if all(message["role"] != "assistant" for message in request.messages) and length > limit:
-                raise RefusedTurn(
-                    f"the prompt has {length} tokens, more than --rl-max-prompt-length {limit}", AT_A_LIMIT
+                raise RefusedRequest(
+                    f"the prompt has {length} tokens, more than --rl-max-prompt-length {limit}", code=AT_A_LIMIT
                 )
             forked = turns - (not state.paths and not any(turn.trained for turn in state.pending.values()))
             common = _common(state, tokens) if forks.shared else 0
@@ -197,7 +189,7 @@ class AgentLead(Lead):
             most = min(most, response - length + len(path.prompt))
             forked = turns - (path.head == request.parent)
         if request.trained and forked and forks.refused:
-            raise RefusedTurn(f"{request.why or 'the request forks the conversation'}; {forks.refused}", FORKED)
+            raise RefusedRequest(f"{request.why or 'the request forks the conversation'}; {forks.refused}", code=FORKED)
         if request.trained and forks.tokens is not None:
             new = (
                 len(tokens) * (root or turns) - common
@@ -207,11 +199,11 @@ class AgentLead(Lead):
             most = min(most, forks.left(state, new, turns))
         if most < 1:
             state.finish = "length" if request.trained else state.finish
-            raise RefusedTurn(
+            raise RefusedRequest(
                 f"no token is left for a turn behind {length} tokens: a conversation has at most {limit} + "
                 f"{response} (--rl-max-prompt-length, --rl-max-response-length)"
                 + (f", an episode {forks.tokens} (--rl-max-tokens-per-microbatch)" if forks.tokens else ""),
-                AT_A_LIMIT,
+                code=AT_A_LIMIT,
             )
         if request.trained:
             differs = {f"differ_{request.differs}": 1} if request.differs else {}
