@@ -33,13 +33,13 @@ class TurnRewards(dict[int, float]):
 
 @dataclass(eq=False)
 class PendingCall:
-    """A request for turns."""
+    """A request for turns, or for the number of tokens of its prompt."""
 
-    digest: bytes  # of its body
+    digest: bytes  # of its body; empty: for this number
     calls: tuple[int, ...]  # numbers of its turns
     request: TurnRequest
     match: Match
-    turns: asyncio.Future[tuple[SpokenTurn, ...]]
+    turns: asyncio.Future[Any]  # the `SpokenTurn`s, or this number
     spoken: dict[int, SpokenTurn] = field(default_factory=dict)
     heard: bool = False  # whether an answer was given to a client that was there to read it
     gone: Callable[[], Awaitable[bool]] | None = None  # whether its client does not wait any more
@@ -54,7 +54,6 @@ class Conversation:
         self._say, self._since = say, time.monotonic()  # since when the agent works, and not the model
         self._history, self._numbers = History(), itertools.count()
         self._calls: dict[int, PendingCall] = {}  # by the numbers of their turns
-        self._counts: dict[int, asyncio.Future[int]] = {}
         self._refused = 0
         self.over: str | None = None  # why no further turn is sampled
         self.limited = False  # whether a request had an error, because the job has reached a limit
@@ -83,21 +82,11 @@ class Conversation:
         for call in [*self._calls.values()][::-1]:
             if call.digest == digest and (again or (not call.heard and call.gone is not None and await call.gone())):
                 return call
-        numbers = tuple(next(self._numbers) for _ in range(request.n))
-        match, turns = self._matched(request), asyncio.get_running_loop().create_future()
-        call = PendingCall(digest, numbers, request, match, turns)
-        self._tell_request(call.match, request, numbers)
-        self._calls |= dict.fromkeys(numbers, call)
-        return call
+        return self._begin(request, digest)
 
     async def count(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt of a request. Raises RefusedRequest."""
-        number, self._counts[number] = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._tell_request(self._matched(request), request, (number,), only_count=True)
-        try:
-            return await self._counts[number]
-        finally:
-            del self._counts[number]
+        return await self._begin(request, b"").turns
 
     # answers of the engine's process
 
@@ -134,23 +123,27 @@ class Conversation:
         self._refused += 1
         if self._refused >= MOST_REFUSED:
             self.over = why
-        call = self._calls.get(numbers[0])
-        _fail(self._counts.get(numbers[0]) if call is None else call.turns, RefusedRequest(why, code=code))
         for number in numbers:
-            self._calls.pop(number, None)
+            _fail(self._calls.pop(number), RefusedRequest(why, code=code))
         self._since = time.monotonic()
 
     def counted(self, number: int, tokens: int) -> None:
-        if (waiting := self._counts.get(number)) is not None and not waiting.done():
-            waiting.set_result(tokens)
+        self._calls.pop(number).turns.set_result(tokens)
 
     def finish(self, why: str) -> None:
         """No further turn is sampled. Requests that wait get this as an error."""
         self.over = why
-        for waiting in (*(call.turns for call in self._calls.values()), *self._counts.values()):
-            _fail(waiting, RefusedRequest(why, code=AT_A_LIMIT))
+        for call in self._calls.values():
+            _fail(call, RefusedRequest(why, code=AT_A_LIMIT))
 
     # inside
+
+    def _begin(self, request: TurnRequest, digest: bytes) -> PendingCall:
+        numbers = tuple(next(self._numbers) for _ in range(request.n))
+        call = PendingCall(digest, numbers, request, self._matched(request), asyncio.get_running_loop().create_future())
+        self._tell_request(call)
+        self._calls |= dict.fromkeys(numbers, call)
+        return call
 
     def _matched(self, request: TurnRequest) -> Match:
         if self.over is not None:
@@ -161,24 +154,23 @@ class Conversation:
             self._calls[held.call].heard, held = True, held.parent
         return match
 
-    def _tell_request(
-        self, match: Match, request: TurnRequest, numbers: tuple[int, ...], only_count: bool = False
-    ) -> None:
+    def _tell_request(self, call: PendingCall) -> None:
+        match, request = call.match, call.request
         asked = {
-            "calls": numbers,
+            "calls": call.calls,
             "messages": [for_template(message) for message in match.new],
             "parent": match.turn and match.turn.call,
             "tools": request.tools,
             "limits": {"most": request.most, "stop": request.stop},
             "trained": request.trained,
-            "only_count": only_count,
+            "only_count": not call.digest,
             "differs": match.differs,
             "why": match.why,
         }
         self.tell(request=asked)
 
 
-def _fail(waiting: asyncio.Future | None, error: RefusedRequest) -> None:
-    if waiting is not None and not waiting.done():
-        waiting.set_exception(error)
-        waiting.exception()  # read, so that asyncio does not report it if nobody waits
+def _fail(call: PendingCall, error: RefusedRequest) -> None:
+    if not call.turns.done():
+        call.turns.set_exception(error)
+        call.turns.exception()  # read, so that asyncio does not report it if nobody waits
