@@ -100,7 +100,6 @@ class AgentEnvironments:
     timeout: limit of one reply [seconds].
     wait: seconds that other ranks wait for this rank.
     together: most rollouts of a process at a time, None: no limit.
-    forgives: whether an agent that is stopped because it is late is graded, if it had a turn.
 
     The processes load in the background; if this fails, `poll` raises the error.
     """
@@ -117,9 +116,8 @@ class AgentEnvironments:
         timeout: float,
         wait: float,
         together: int | None,
-        forgives: bool = True,
     ) -> None:
-        self._forgives, self._offers = forgives, program is EXTERNAL_PROGRAM
+        self._offers = program is EXTERNAL_PROGRAM
         self._most, self._taken = EXTERNAL_SHARE * wait, time.monotonic()  # when a program took the last episode
         self._timeout, self._together, self._who = timeout, math.inf if together is None else together, program.who
         self._processes = [RolloutProcess(Worker(program, setup, loads, wait)) for _ in range(workers)]
@@ -291,8 +289,8 @@ class AgentEnvironments:
         self._queue.append(again)
 
     def _late(self, rollout: RolloutRecord, report: RolloutReport) -> Reply:
-        """The last reply of a rollout that was stopped. One that had a turn is graded."""
-        if report.heard and self._forgives:
+        """The last reply of a rollout that was stopped. One that had a turn, and has not failed by that, is graded."""
+        if report.heard and report.failure is None:
             return Reply(rollout.sample, done=True, finish="time", heard=report.heard, seconds=report.seconds)
         return Reply(rollout.sample, failure=rollout.late, heard=report.heard, seconds=report.seconds)
 

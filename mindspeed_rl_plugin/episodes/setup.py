@@ -128,7 +128,7 @@ class EpisodeSetup:
             self.run,
         )
         limits = flags.environment_timeout, self.wait, None if flags.environment_lockstep else together
-        made = AgentEnvironments(program, setup, loads, workers, *limits, forgives=not flags.foreign)
+        made = AgentEnvironments(program, setup, loads, workers, *limits)
         if flags.foreign:
             made.check_fields = check_rows
         return made

@@ -39,7 +39,7 @@ class Agents:
     """The running agents. listener: of the gateway; say: sends a report to the parent."""
 
     gateway_kind = Gateway
-    forgives = True  # whether an agent that fails after it was told of a limit is graded
+    forgives = True  # whether an agent that fails after it was told of a limit, or is late, is graded
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ class Agents:
             whole = {"rewards": rewards} if rewards else {"reward": reward}
             conversation.tell(done=True, heard=conversation.heard, **whole)
         except asyncio.CancelledError:
-            conversation.tell(ended=True, heard=conversation.heard)
+            failure = None if self.forgives else "was stopped"
+            conversation.tell(ended=True, failure=failure, heard=conversation.heard)
         except Exception as error:  # noqa: BLE001 - whatever an agent raises is reported
             failure = str(error) if isinstance(error, AgentFailed) else describe(error)
             if (

@@ -21,7 +21,9 @@ def main(connection, lifeline):
             scripts[number] = arguments[0]["script"]
         if call == "end":
             if scripts[number] != ["stuck"]:
-                parent.send({"number": number, "seconds": 0.0, "ended": True, "heard": heard.get(number, [])})
+                ended = {"ended": True, "heard": heard.get(number, [])}
+                last = next((line for line in scripts[number] if "ended" in line), ended)
+                parent.send({"number": number, "seconds": 0.0, **last})
             continue
         if call == "answer" and arguments[0] == "speak":
             heard.setdefault(number, []).append(arguments[1])

@@ -96,15 +96,15 @@ def test_a_rollout_that_takes_too_long_fails_and_holds_its_place_until_it_has_st
     assert found[TWO].request == ASKED
 
 
-@pytest.mark.parametrize("forgives", [True, False])
-def test_a_late_rollout_that_had_a_turn_is_graded_or_fails(made, forgives):
-    environments = made(timeout=0.5, forgives=forgives)
-    begin(environments, ONE=[ASKS, "silence"])
+@pytest.mark.parametrize("failure", [None, "was stopped"])
+def test_a_late_rollout_that_had_a_turn_is_graded_or_fails(made, failure):
+    environments = made(timeout=0.5)
+    begin(environments, ONE=[ASKS, "silence", {**ENDED, "heard": [0], "failure": failure}])
     replies(environments, 1)
     environments.act(ONE, SPOKEN)
     reply = replies(environments, 1)[ONE]
-    assert (reply.done, reply.finish) == ((True, "time") if forgives else (False, None))
-    assert (reply.failure is None) == forgives
+    assert (reply.done, reply.finish) == ((False, None) if failure else (True, "time"))
+    assert (reply.failure is None) == (failure is None)
 
 
 def test_the_time_of_the_engine_is_not_the_environments(made):
