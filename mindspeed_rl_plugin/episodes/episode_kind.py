@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from mindspeed_rl_plugin.config import RLConfig
@@ -170,7 +171,7 @@ def with_environments(
     """
     if described is None:
         return engine
-    setup = dataclasses.replace(EpisodeSetup.from_fields(described), tokenizer=tokenizer, run=run)
+    setup = dataclasses.replace(msgspec.convert(described, EpisodeSetup), tokenizer=tokenizer, run=run)
     ranks, environments = peers(), setup.environments() if engine.leader else None
     if environments is not None:
         atexit.register(environments.close)

@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
@@ -73,19 +72,6 @@ class EpisodeSetup:
         if flags.requests:
             more["forks"] = _forks(config, multiple)
         return cls(flags, observation, str(Path(tokenizer).resolve()), *lengths, config.monitor.wait_timeout, **more)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> EpisodeSetup:
-        """From the result of `dataclasses.asdict`, which may have been sent as JSON."""
-        flags = {name: tuple(value) if isinstance(value, list) else value for name, value in fields["flags"].items()}
-        return cls(
-            **{
-                **fields,
-                "flags": EpisodeConfig(**flags),
-                "sampling": tuple(fields["sampling"]),
-                "forks": ForkLimits(**fields["forks"]),
-            }
-        )
 
     def environments(self) -> Environments:
         """Start the environments. Raises ValueError if they cannot be loaded; with verifiers, `poll` raises it."""

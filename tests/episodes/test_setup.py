@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from mindspeed_rl_plugin import ranks
@@ -42,7 +43,7 @@ def test_files_are_known_by_their_absolute_paths(given: str, kept: str) -> None:
     setup = setup_of(environment=given, tools=("t.py:f",))
     assert setup.flags.environment == kept.format(here=Path.cwd()) and setup.flags.tool_parser == "auto"
     assert setup.flags.tools == (f"{Path.cwd()}/t.py:f",)
-    assert EpisodeSetup.from_fields(json.loads(json.dumps(dataclasses.asdict(setup)))) == setup
+    assert msgspec.convert(json.loads(json.dumps(dataclasses.asdict(setup))), EpisodeSetup) == setup
 
 
 @pytest.mark.parametrize(("given", "kept"), [("my/bin/python", "{here}/my/bin/python"), ("python3", "python3")])
