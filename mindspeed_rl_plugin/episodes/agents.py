@@ -1,5 +1,5 @@
 """`Environments` that request the model's turns themselves: agents, and environments of verifiers, in processes of
-`gateway.agent_process` or `gateway.verifiers_process`.
+`gateway.agent_process` or `gateway.verifiers_load`.
 
 Each process runs many rollouts. Messages of a rollout may come at any time; here each becomes a reply. If a process
 dies, or is killed because a rollout in it cannot be stopped, the rollouts that have begun in it fail, because their

@@ -18,7 +18,7 @@ MAX_ROLLOUTS = 64  # most rollouts of a process at a time in training; an evalua
 
 def verifiers_program(python: str | None) -> Program:
     """What the processes run. python: --rl-environment-python. Raises ValueError for an invalid interpreter."""
-    main = "mindspeed_rl_plugin.gateway.verifiers_process:main"
+    main = "mindspeed_rl_plugin.gateway.verifiers_load:serve"
     return dataclasses.replace(AGENTS_PROGRAM, main=main, who="a verifiers process", python=interpreter(python))
 
 

@@ -1,15 +1,20 @@
-"""Loads an environment of verifiers 0.4 in the interpreter that has verifiers; reads its rows for the command `tasks`.
+"""Loads an environment of verifiers 0.4 in the interpreter that has verifiers: for an agents' process, or for the
+command `tasks`, which wants its rows.
 
-Of this package, it may import only modules that import nothing but the standard library (`workers.child`).
+Of this package, it may import only modules that import nothing but the standard library. What else the gateway needs
+there, uvicorn and Starlette, comes with verifiers; so an agents' process finds verifiers first.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from typing import Any, NamedTuple
 
+from mindspeed_rl_plugin.gateway.agent_messages import CLEAN_UP_SECONDS, AgentSetup
 from mindspeed_rl_plugin.workers.child import Parent, outcome
+from mindspeed_rl_plugin.workers.keeper import keep
 
 SUPPORTED = "0.4."
 ROWS_AT_ONCE = 256  # most rows of one answer
@@ -41,6 +46,16 @@ def load(environment: str) -> Loaded:
 def task_of(loaded: Loaded, data: dict[str, Any]) -> Any:
     kind = type(loaded.env.taskset).task_type()
     return kind(kind.data_type().model_validate(data), loaded.env.config.taskset.task)
+
+
+def serve(connection: int, lifeline: int) -> None:
+    """As `agent_process.main`; `agent` of the setup is what `load` takes."""
+    keep(connection, lifeline, CLEAN_UP_SECONDS)
+    parent = Parent(connection, None)
+    setup: AgentSetup = parent.receive()
+    loaded = parent.load("", load, setup.agent)
+    agents = parent.load("", importlib.import_module, "mindspeed_rl_plugin.gateway.verifiers_agents")
+    agents.run(parent, setup, loaded)
 
 
 def main(connection: int, lifeline: int) -> None:

@@ -199,7 +199,7 @@ def test_an_environment_that_cannot_be_loaded_stops_the_run(made):
         replies(environments, 1)
 
 
-@pytest.mark.parametrize("kind", ["agent_process", "external_agents", "verifiers_agents", "verifiers_process"])
+@pytest.mark.parametrize("kind", ["agent_process", "external_agents", "verifiers_agents", "verifiers_load"])
 def test_the_modules_of_the_processes_can_be_imported_and_need_no_torch(kind):
     code = f"import sys, mindspeed_rl_plugin.gateway.{kind}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -25,7 +25,7 @@ case "$1" in
         printf '#!/bin/sh\\n' > .venv/bin/uv; chmod +x .venv/bin/uv ;;
 esac
 """
-# Not in this environment; the last one: in the interpreter of `gateway.verifiers_process`.
+# Not in this environment; the last one: in the interpreter of `gateway.verifiers_load`.
 ON_A_MACHINE = (
     *("mindspeed", "mindspeed_llm", "torch_npu", "vllm_ascend"),
     "verifiers",
