@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
-from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, AgentFormats, RawFormat
+from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, AgentFormats, ChatFormat
 from mindspeed_rl_plugin.episodes.environments import AgentRequest, ChatMessage, Reply, TurnLimits
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Path, Plan
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
@@ -35,7 +35,7 @@ class ForkLimits:
 class _Asked:
     """A request whose turn has not ended."""
 
-    format: RawFormat
+    format: ChatFormat
     most: int | None  # as in `TurnLimits`
     messages: Sequence[ChatMessage]
 
@@ -49,7 +49,7 @@ class AgentLead(Lead):
     def __init__(
         self,
         limits: EpisodeLimits,
-        format: RawFormat,
+        format: ChatFormat,
         formats: AgentFormats,
         environments: AgentEnvironments,
         forks: ForkLimits,
@@ -153,7 +153,7 @@ class AgentLead(Lead):
         return len(path.prompt) + path.end(count)
 
     def _encoded(
-        self, state: EpisodeState, request: AgentRequest, format: RawFormat, messages: Sequence[ChatMessage]
+        self, state: EpisodeState, request: AgentRequest, format: ChatFormat, messages: Sequence[ChatMessage]
     ) -> tuple[int, ...]:
         """Tokens of a request's messages, up to the start of the model's turn."""
         characters = sum(len(message["content"]) for message in messages)

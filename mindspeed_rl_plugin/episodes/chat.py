@@ -52,10 +52,6 @@ class RawFormat:
         data = len(content) - said
         return [*text_tokens(self._tokenizer, content[:data]), *self._encode(self._marked(content[data:]))]
 
-    def written(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of an agent's messages, up to the start of the model's turn. Only `ChatFormat` has these."""
-        raise NotImplementedError
-
     def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of observations, up to the start of the model's next turn. last: last token of the former turn."""
         return self._encode(self._marked("".join(message["content"] for message in messages)))
@@ -128,6 +124,7 @@ class ChatFormat(RawFormat):
         return self._encode(self._render([*before, {**last, "content": content}]))
 
     def written(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Token ids of an agent's messages, up to the start of the model's turn."""
         return self._encode(self._render([self._observed(message) for message in messages]))
 
     def behind(self, last: int, messages: Sequence[ChatMessage]) -> list[int]:
@@ -232,12 +229,12 @@ class AgentFormats:
     of calls, or raises ValueError if there is none."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Callable[[], Callable[[str], Any]]) -> None:
-        self._tokenizer, self._parser, self._made = tokenizer, parser, dict[str, RawFormat]()
+        self._tokenizer, self._parser, self._made = tokenizer, parser, dict[str, ChatFormat]()
 
     def parse(self, text: str) -> Any:
         return self._parser()(text)
 
-    def __call__(self, tools: Sequence[Mapping[str, Any]]) -> RawFormat:
+    def __call__(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
         """Raises ValueError for a chat template that cannot show these tools, or without a parser of calls."""
         if tools:
             self._parser()

@@ -32,7 +32,6 @@ from mindspeed_rl_plugin.workers.keeper import keep
 from mindspeed_rl_plugin.workers.user_files import load_function
 
 MAX_NOTES = 100  # lines about what is ignored of agents' requests
-CALL_ARGUMENTS = ("row", "base_url", "api_key")  # parameters of a function, beside the fields of a row
 
 
 class Agents:
@@ -108,8 +107,7 @@ class Agents:
 
     async def _play(self, row: Mapping[str, Any], conversation: Conversation, episode: str) -> Any:
         """Run an agent. Returns its reward, None, or rewards by turn."""
-        run = self._call(row, conversation) if self._function else self._command(row, conversation, episode)
-        return await run
+        return await (self._call(row, conversation) if self._function else self._command(row, conversation, episode))
 
     async def _call(self, row: Mapping[str, Any], conversation: Conversation) -> Any:
         """Call the function, outside of the loop if it is no coroutine function."""
@@ -206,6 +204,6 @@ def _function(file: str, name: str) -> Callable[..., Any]:
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     if inspect.isclass(function) or kinds - {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}:
         raise ValueError(
-            f"{name} must be a function whose parameters have names: {', '.join(CALL_ARGUMENTS)}, or fields of a row"
+            f"{name} must be a function whose parameters have names: row, base_url, api_key, or fields of a row"
         )
     return function
