@@ -155,7 +155,7 @@ def _forks(config: RLConfig, multiple: int) -> ForkLimits:
     forward, refused = config.forward, ""
     if resolve(config.algorithm).needs_critic:
         refused = "--rl-advantage gae needs one conversation: continue it, or start the job with another estimator"
-    elif not forward.pack_sequences:
+    elif not forward.packed_by:
         refused = "a row of a micro-batch is one conversation: start the job with --rl-pack-sequences"
     most = forward.max_tokens_per_microbatch
     return ForkLimits(refused, most and most // multiple * multiple, forward.share_prompts)

@@ -46,6 +46,14 @@ def test_files_are_known_by_their_absolute_paths(given: str, kept: str) -> None:
     assert msgspec.convert(json.loads(json.dumps(dataclasses.asdict(setup))), EpisodeSetup) == setup
 
 
+@pytest.mark.parametrize(("packed", "refused"), [("pack_sequences", False), ("share_prompts", False), (None, True)])
+def test_agents_may_fork_where_rows_are_packed(packed: str | None, refused: bool) -> None:
+    config = RLConfig(algorithm=AlgorithmConfig("grpo"), episodes=EpisodeConfig(agent="true"))
+    forward = dataclasses.replace(config.forward, **({packed: True} if packed else {}))
+    setup = EpisodeSetup.of(dataclasses.replace(config, forward=forward), "tokenizer")
+    assert ("--rl-pack-sequences" in setup.forks.refused) == refused
+
+
 @pytest.mark.parametrize(("given", "kept"), [("my/bin/python", "{here}/my/bin/python"), ("python3", "python3")])
 def test_so_is_an_interpreter(given: str, kept: str) -> None:
     setup = setup_of(environment="verifiers:x", environment_python=given)
