@@ -92,7 +92,7 @@ class Agents:
         except asyncio.CancelledError:
             failure = None if self.forgives else "was stopped"
             conversation.tell(ended=True, failure=failure, heard=conversation.heard)
-        except Exception as error:  # noqa: BLE001 - whatever an agent raises is reported
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever an agent raises is reported
             failure = str(error) if isinstance(error, AgentFailed) else describe(error)
             if (
                 self.forgives and conversation.limited and conversation.heard
@@ -126,7 +126,7 @@ class Agents:
             value = error = None
             try:
                 value = self._function(**named)
-            except Exception as raised:  # noqa: BLE001 - whatever an agent raises is reported
+            except (Exception, SystemExit) as raised:  # noqa: BLE001 - whatever an agent raises is reported
                 error = raised
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(settle, value, error)

@@ -268,6 +268,15 @@ async def hangs(row, base_url, api_key):
     await asyncio.sleep(1000)
 
 
+async def leaves(row, *_):
+    sys.exit("no key")
+
+
+def quits(row, base_url, api_key):
+    waits(row, base_url, api_key)
+    sys.exit("no key")
+
+
 async def raises(row, *_):
     raise OSError("out of order")
 

@@ -262,6 +262,7 @@ FAILURES = {
     "asks_nothing": "ended before it had a turn of the model",
     "gives_no_number": "float.. argument must be",
     "raises": "raised OSError: out of order",
+    "leaves": "raised SystemExit: no key",
     "dies": "was in an agents' process whose code ended its process, which exited with code 3",
     "plays": "gave no reward",
 }
@@ -271,6 +272,11 @@ FAILURES = {
 def test_agents_that_fail_say_why(agent, name):
     with pytest.raises(EpisodeError, match=FAILURES[name]):
         agent(name, tools=[])
+
+
+def test_a_function_that_ends_the_program_has_failed():
+    with pytest.raises(EpisodeError, match="raised SystemExit: no key"):
+        run(setup(f"{AGENTS}:quits"), LAST)
 
 
 def test_an_agent_that_hangs_is_ended_and_graded():
