@@ -8,7 +8,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindspeed_rl_plugin.gateway.agent_messages import (
@@ -79,9 +79,12 @@ class Conversation:
         """The call that a request begins, or joins, if a client sends its request again because the connection was lost
         (again: it says so). Raises RefusedRequest."""
         digest = hashlib.sha256(body).digest()
-        for call in [*self._calls.values()][::-1]:
-            if call.digest == digest and (again or (not call.heard and call.gone is not None and await call.gone())):
+        same = [call for call in self._calls.values() if call.digest == digest][::-1]
+        for call in same:  # each of several equal requests that come again joins another one
+            if not call.heard and call.gone is not None and await call.gone():
                 return call
+        if again and same:
+            return same[0]
         return self._begin(request, digest)
 
     async def count(self, request: TurnRequest) -> int:
@@ -142,6 +145,7 @@ class Conversation:
         numbers = tuple(next(self._numbers) for _ in range(request.n))
         call = PendingCall(digest, numbers, request, self._matched(request), asyncio.get_running_loop().create_future())
         self._tell_request(call)
+        call.request = replace(request, messages=())  # which grow with each request
         self._calls |= dict.fromkeys(numbers, call)
         return call
 

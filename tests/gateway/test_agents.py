@@ -210,6 +210,30 @@ def test_a_turn_that_is_not_sampled_yet_takes_no_heard_turn_back():
     assert asyncio.run(ask()) == [[], [0], [0]]
 
 
+def test_equal_requests_that_come_again_join_different_ones():
+    async def ask():
+        conversation, request = Conversation(0, lambda _: None), TurnRequest(({"role": "user", "content": ""},))
+        left, joined = [True] * 3, []
+
+        async def begun(n, again):
+            async def gone():
+                return left[n]
+
+            call = await conversation.ask(request, b"1", again)
+            call.gone = gone
+            return call.calls
+
+        first = [await begun(n, False) for n in range(3) if not left.__setitem__(n, False)]
+        left[:] = [True] * 3
+        for n in range(3):
+            left.append(False)
+            joined.append(await begun(3 + n, True))
+        return first, joined
+
+    first, joined = asyncio.run(ask())
+    assert sorted(joined) == first == [(0,), (1,), (2,)]
+
+
 def test_an_agent_that_forks_a_thousand_times_has_the_turns_that_it_may_have(agent):
     made = agent("forks_often", LAST * 9)
     assert len(made.turns) == 9 and sum(made.mask) == 9 * len(LAST[0]) and made.finish == "turns"
