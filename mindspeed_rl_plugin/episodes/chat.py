@@ -8,6 +8,7 @@ if it has the text of a control token, this text is encoded as ordinary tokens.
 from __future__ import annotations
 
 import bisect
+import functools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ class RawFormat:
         self._marked, self._encode = self._control.marked, self._control.encode
         special = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._ends = {tokenizer.eos_token_id, *special}
-        self.longest = max(map(len, tokenizer.get_vocab()))
+        self.longest = _longest(tokenizer)
 
     def prompt(self, messages: Sequence[ChatMessage], said: int = 0) -> list[int]:
         """Token ids of a conversation, up to the start of the model's turn. said: number of characters at the end of
@@ -139,11 +140,11 @@ class ChatFormat(RawFormat):
 
     def _observed(self, value: Any) -> Any:
         """A message with the text of control tokens marked in all fields but role and type: the model may have written
-        even the name of a tool."""
+        even the name of a tool, or of an argument."""
         if isinstance(value, str):
             return self._marked(value)
         if isinstance(value, Mapping):
-            return {k: v if k in ("role", "type") else self._observed(v) for k, v in value.items()}
+            return {self._marked(k): v if k in ("role", "type") else self._observed(v) for k, v in value.items()}
         return [self._observed(one) for one in value] if isinstance(value, list) else value
 
     def _tail(self, messages: Iterable[ChatMessage], before: Sequence[ChatMessage] = (QUESTION,)) -> str:
@@ -222,6 +223,12 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
         raise ValueError(f"{where} raises {type(error).__name__}: {error}; {mend}") from error
     except ValueError as error:
         raise ValueError(f"{where} {error}; {mend}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _longest(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest token. Kept, because agents may have many sets of tools, and a vocabulary is large."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 class AgentFormats:
