@@ -116,9 +116,9 @@ SPEC = StageSpec(
 
 def spec(kind: ResponseKind = ONE_TURN) -> StageSpec:
     """The stage, with the further columns that this kind of responses has."""
-    paths = next((column.longest for column in kind.columns if column.name == "paths"), 0)  # each has a segment
+    paths = next((column.longest for column in kind.columns if column.name == "paths"), 1)  # each repeats segments
     *writes, segments = SPEC.writes
-    writes = (*writes, replace(segments, longest=segments.longest + paths), *kind.columns)
+    writes = (*writes, replace(segments, longest=segments.longest * paths), *kind.columns)
     return replace(SPEC, reads=(*SPEC.reads, *kind.reads), writes=writes)
 
 
