@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import subprocess
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
@@ -86,20 +89,23 @@ async def _end_of(process: subprocess.Popen, memory: float) -> float:
     while process.poll() is None:
         await asyncio.sleep(END_LOOK_SECONDS)
         looks += 1
-        if looks % LOOKS_A_MEMORY == 0 and (resident := _resident(process.pid) / (1 << 30)) > memory:
-            return resident
+        if looks % LOOKS_A_MEMORY == 0:
+            resident = _residents(int(time.monotonic()))[process.pid] / (1 << 30)
+            if resident > memory:
+                return resident
     return 0.0
 
 
-def _resident(group: int) -> int:
-    """Bytes of memory of the processes of a group."""
-    pages = 0
+@functools.lru_cache(maxsize=1)
+def _residents(second: int) -> Counter[int]:
+    """Bytes of memory by process group, read once a second for all commands: on large machines a look takes long."""
+    pages = Counter[int]()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()
-            pages += int(fields[21]) if int(fields[2]) == group else 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+            pages[int(fields[2])] += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return pages
 
 
 def _reward(written: bytes) -> float | None:
