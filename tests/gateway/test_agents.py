@@ -213,22 +213,19 @@ def test_a_turn_that_is_not_sampled_yet_takes_no_heard_turn_back():
 def test_equal_requests_that_come_again_join_different_ones():
     async def ask():
         conversation, request = Conversation(0, lambda _: None), TurnRequest(({"role": "user", "content": ""},))
-        left, joined = [True] * 3, []
+        left = set()
 
-        async def begun(n, again):
+        async def begun(client, again=False):
             async def gone():
-                return left[n]
+                return client in left
 
             call = await conversation.ask(request, b"1", again)
             call.gone = gone
             return call.calls
 
-        first = [await begun(n, False) for n in range(3) if not left.__setitem__(n, False)]
-        left[:] = [True] * 3
-        for n in range(3):
-            left.append(False)
-            joined.append(await begun(3 + n, True))
-        return first, joined
+        first = [await begun(n) for n in range(3)]
+        left.update(range(3))
+        return first, [await begun(n + 3, again=True) for n in range(3)]
 
     first, joined = asyncio.run(ask())
     assert sorted(joined) == first == [(0,), (1,), (2,)]
