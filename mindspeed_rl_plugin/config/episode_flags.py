@@ -50,7 +50,10 @@ class EpisodeConfig:
     agent_variables: tuple[str, ...] = _of_commands(
         (), "names of environment variables that commands of --rl-agent get, beside PATH, HOME and a few others"
     )
-    agent_host: str = _of_agents("127.0.0.1", "address on which the gateway listens for agents")
+    agent_host: str = _of_agents(
+        "127.0.0.1",
+        "address on which the gateway listens for agents; 0.0.0.0: the one from which each machine reaches MASTER_ADDR",
+    )
     agent_sampling: bool = _of_requests(
         False,
         "ignore the temperature and other sampling fields of agents' requests; without it, requests that ask for other "

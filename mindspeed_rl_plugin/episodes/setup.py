@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl_plugin.algorithms import resolve
 from mindspeed_rl_plugin.config import RLConfig
 from mindspeed_rl_plugin.config.episode_flags import EXTERNAL, FUNCTION, OPENENV, VERIFIERS, EpisodeConfig
+from mindspeed_rl_plugin.dock.machines import own_address
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import Engine
 from mindspeed_rl_plugin.environment import name_to_users
@@ -106,7 +107,7 @@ class EpisodeSetup:
         setup = AgentSetup(
             agent,
             place,
-            flags.agent_host,
+            (own_address() or "127.0.0.1") if flags.agent_host == "0.0.0.0" else flags.agent_host,
             JobSampling(*self.sampling, flags.agent_sampling, self.no_stops),
             flags.agent_variables,
             flags.agent_memory,

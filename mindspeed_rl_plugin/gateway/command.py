@@ -32,9 +32,17 @@ async def run_command(
     given: its standard input; variables: its environment; memory: most that it and its children may have [GiB]. Raises
     AgentFailed.
     """
+    folder = tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+    try:
+        return await _run(command, given, {**variables, "TMPDIR": folder.name}, memory)
+    finally:
+        await asyncio.to_thread(folder.cleanup)  # it may have many files, and others wait
+
+
+async def _run(command: Sequence[str], given: bytes, variables: Mapping[str, str], memory: float) -> float | None:
+    """See `run_command`; TMPDIR is the command's folder."""
     loop, last = asyncio.get_running_loop(), bytearray()
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True))
         source = stack.enter_context(tempfile.TemporaryFile())
         source.write(given)
         source.seek(0)
@@ -50,8 +58,8 @@ async def run_command(
             stdin=source,
             stdout=says,
             stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={**variables, "TMPDIR": folder, REWARD_VARIABLE: str(gives)},
+            cwd=variables["TMPDIR"],
+            env={**variables, REWARD_VARIABLE: str(gives)},
             pass_fds=(gives,),
             start_new_session=True,
         )

@@ -24,6 +24,7 @@ from mindspeed_rl_plugin.gateway.agent_messages import (
     split_reasoning,
 )
 
+MOST_COUNTED = 1024  # requests for the number of tokens of a prompt: an agent that only counts does not go on for ever
 MOST_REFUSED = 64  # requests beyond a limit; further ones get an error at once
 
 
@@ -54,7 +55,7 @@ class Conversation:
         self._say, self._since = say, time.monotonic()  # since when the agent works, and not the model
         self._history, self._numbers = History(), itertools.count()
         self._calls: dict[int, PendingCall] = {}  # by the numbers of their turns
-        self._refused = 0
+        self._refused = self._counted = 0
         self.over: str | None = None  # why no further turn is sampled
         self.limited = False  # whether a request had an error, because the job has reached a limit
 
@@ -81,7 +82,9 @@ class Conversation:
         digest = hashlib.sha256(body).digest()
         same = [call for call in self._calls.values() if call.digest == digest][::-1]
         for call in same:  # each of several equal requests that come again joins another one
-            if not call.heard and call.gone is not None and await call.gone():
+            gone = call.gone
+            if not call.heard and gone is not None and await gone() and call.gone is gone:
+                call.gone = None
                 return call
         if again and same:
             return same[0]
@@ -89,6 +92,9 @@ class Conversation:
 
     async def count(self, request: TurnRequest) -> int:
         """Number of tokens of the prompt of a request. Raises RefusedRequest."""
+        self._counted += 1
+        if self._counted > MOST_COUNTED:
+            raise RefusedRequest(f"an agent may count tokens {MOST_COUNTED} times", code=AT_A_LIMIT)
         return await self._begin(request, b"").turns
 
     # answers of the engine's process

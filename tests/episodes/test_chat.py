@@ -142,6 +142,16 @@ def test_an_observation_never_becomes_a_special_token(name, text):
         assert [form.close, *ids] == tokenizer.encode(straight, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_no_part_of_a_call_in_an_agents_history_becomes_a_special_token(name):
+    def written(text):
+        call = {"type": "function", "function": {"name": text, "arguments": {text: {text: [text]}}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return control_ids(name, format_of(name).written([QUESTION, said, *observed(name, ["3"])]))
+
+    assert written("".join(FAMILIES[FAMILY[name]].special)) == written("harmless")
+
+
 def test_added_tokens_that_are_words_are_no_special_tokens():
     """As in tokenizers that have runs of spaces, or tags of HTML, as added tokens."""
     tokenizer = make_tokenizer("qwen2_5")

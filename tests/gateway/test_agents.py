@@ -27,12 +27,13 @@ from mindspeed_rl_plugin.config.algorithm_flags import AlgorithmConfig
 from mindspeed_rl_plugin.config.episode_flags import EpisodeConfig
 from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import generate, response_request
+from mindspeed_rl_plugin.episodes import setup as episode_setup
 from mindspeed_rl_plugin.episodes.chat import ChatFormat
 from mindspeed_rl_plugin.episodes.environments import EpisodeError
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, TurnRequest
 from mindspeed_rl_plugin.gateway.chat_api import read
-from mindspeed_rl_plugin.gateway.conversation import Conversation
+from mindspeed_rl_plugin.gateway.conversation import MOST_COUNTED, Conversation
 from mindspeed_rl_plugin.rows import SampleId, Sampling
 
 AGENTS = Path(__file__).with_name("agents.py")
@@ -231,8 +232,22 @@ def test_equal_requests_that_come_again_join_different_ones():
     assert sorted(joined) == first == [(0,), (1,), (2,)]
 
 
-def test_an_agent_that_forks_a_thousand_times_has_the_turns_that_it_may_have(agent):
-    made = agent("forks_often", LAST * 9)
+def test_an_agent_that_only_counts_comes_to_an_end():
+    async def count():
+        conversation, request = Conversation(0, lambda _: None), TurnRequest(({"role": "user", "content": ""},))
+        for number in range(MOST_COUNTED):
+            counting = asyncio.ensure_future(conversation.count(request))
+            await asyncio.sleep(0)
+            conversation.counted(number, 7)
+            assert await counting == 7
+        with pytest.raises(RefusedRequest, match=f"may count tokens {MOST_COUNTED} times"):
+            await conversation.count(request)
+
+    asyncio.run(count())
+
+
+def test_an_agent_that_forks_a_thousand_times_has_the_turns_that_it_may_have():
+    (made,) = run(setup(f"{AGENTS}:agent", environment_timeout=300.0), LAST * 9, agent="forks_often")
     assert len(made.turns) == 9 and sum(made.mask) == 9 * len(LAST[0]) and made.finish == "turns"
     assert sum(told(made).rewards) == told(made).counts["roots"] == 9
 
@@ -274,9 +289,11 @@ def test_the_files_of_a_command_have_absolute_paths_and_links_stay(tmp_path, mon
     assert made.flags.agent == f"{tmp_path}/python -c {script}"
 
 
-def test_the_gateway_says_why_it_cannot_listen():
+@pytest.mark.parametrize("host", ["203.0.113.1", "0.0.0.0"])
+def test_the_gateway_says_why_it_cannot_listen(monkeypatch, host):
+    monkeypatch.setattr(episode_setup, "own_address", lambda: "203.0.113.1")  # of each machine
     with pytest.raises(EpisodeError, match="--rl-agent-host 203.0.113.1, which must be .* address"):
-        run(setup(f"{AGENTS}:waits", agent_host="203.0.113.1"), LAST)
+        run(setup(f"{AGENTS}:waits", agent_host=host), LAST)
 
 
 FAILURES = {
