@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, AgentFormats, ChatFormat
-from mindspeed_rl_plugin.episodes.environments import AgentRequest, ChatMessage, Reply, TurnLimits
+from mindspeed_rl_plugin.episodes.environments import AgentRequest, ChatMessage, Reply, TurnLimits, place
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Path, Plan
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, FORKED, INVALID, RefusedRequest
@@ -135,6 +135,8 @@ class AgentLead(Lead):
                 return
             turns = self._turns(state, request, tokens)
         except RefusedRequest as refused:
+            if refused.code == FORKED:  # the agent may hide it
+                self._warn(FORKED, f"a request was refused, for the first time, in {place(sample)}: {refused}")
             self.environments.refuse(sample, request.calls, str(refused), refused.code)
         except ValueError as error:
             self.environments.refuse(sample, request.calls, f"the model cannot see these tools: {error}", INVALID)

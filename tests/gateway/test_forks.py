@@ -204,14 +204,14 @@ def refused(episode, *requests, at_once=1):
 HI, OTHER = [said("user", "Hi")], [said("user", "Other")]
 
 
-def test_forks_that_a_job_cannot_train_are_refused_and_the_episode_goes_on():
+def test_forks_that_a_job_cannot_train_are_refused_and_the_episode_goes_on(capsys):
     episode = noting(Episode(ForkLimits("needs one conversation")))
     untrained = (OTHER, {"trained": False})
     errors, row = refused(episode, untrained, (HI, {}), (OTHER, {}), untrained, (HI, {"n": 2}))
     assert [error and error[0] for error in errors] == [None, None, "history_differs", None, "history_differs"]
     assert "needs one conversation" in errors[2][1] and "message 0 (user) has another content" in errors[2][1]
     check(episode, row, [1])
-    assert row.finish == "stop"
+    assert row.finish == "stop" and capsys.readouterr().out.count("a request was refused, for the first time") == 1
 
 
 def test_limits_are_the_clients_errors_and_the_rows_finish():

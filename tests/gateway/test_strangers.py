@@ -116,7 +116,7 @@ PRETRAINING = " --seq-length 128 --micro-batch-size 32 --train-iters 500"
 LEARNING = """
     --rl-algorithm grpo --rl-apply-chat-template --rl-tool-parser hermes --rl-reward environment --rl-max-turns 6
     --rl-environment-on-error zero --rl-max-prompt-length 256 --rl-max-response-length 256 --rl-max-turn-length 40
-    --rl-agent-processes 8 --rl-kv-cache-gb 0.1 --seq-length 512 --rl-max-tokens-per-microbatch 4096
+    --rl-agent-processes 8 --rl-kv-cache-gb 0.1 --seq-length 512 --rl-max-tokens-per-microbatch 4096 --rl-pack-sequences
     --rl-rollout-prompts 8 --rl-samples-per-prompt 8 --global-batch-size 64 --micro-batch-size 32
     --train-iters 10 --rl-eval-every 10 --lr 1e-3 --min-lr 0 --lr-decay-style linear --lr-warmup-iters 0
     --weight-decay 0
