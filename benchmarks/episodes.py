@@ -149,8 +149,6 @@ def run_ours(case: Case, folder: Path, iterations: int, *more: str, agent: bool 
     lines = [line for line in lines if line["kind"] == "train"][WARM_UP:]
     names = {"turns": "episode/turns_mean", "calls": "tools/calls", "tokens": "response/length_mean"}
     counts = {name: statistics.mean(line[of] for line in lines) for name, of in names.items()}
-    if agent:  # which makes a call for each turn but the last
-        counts["calls"] = counts["turns"] - 1
     steps = [(line["seconds/iteration"], line["seconds/reshard"] + line["seconds/generate"]) for line in lines]
     return measured(case, steps, counts)
 

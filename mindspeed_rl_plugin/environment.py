@@ -118,12 +118,16 @@ def environment_apart() -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Print a text on rank 0 (after `become_part`: rank 0 of each part), with [rl] before each line. Characters that
-    stdout cannot encode are escaped."""
+    """Print a text on rank 0 (after `become_part`: rank 0 of each part), see `tell`."""
     if launch_env()["rank"] == 0:
-        encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.split("\n"))
-        print(marked.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-        keep(marked)
+        tell(text)
+
+
+def tell(text: str) -> None:
+    """Print a text on this rank, with [rl] before each line. Characters that stdout cannot encode are escaped."""
+    encoding, marked = sys.stdout.encoding or "utf-8", "\n".join(f"[rl] {line}" for line in text.split("\n"))
+    print(marked.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    keep(marked)
 
 
 def keep(line: str) -> None:

@@ -117,8 +117,7 @@ class Bench:
         spent = [counts["milliseconds"] / 1000 for counts in each]
         asleep = sum(spent) / workers if workers else max(spent)
         turns = sum(len(c.turns) for c in done)
-        # An agent makes a call for each turn but the last.
-        counts = {"turns": turns, "calls": sum(counts["calls"] for counts in each) if workers else turns - len(done)}
+        counts = {"turns": turns, "calls": sum(counts["calls"] for counts in each)}
         seconds = {"wall": wall, "engine": busy, "environments": asleep}
         seconds |= {"single_turns": with_prompts, "single_turns_sampled": alone}
         return {**seconds, **{name: n / len(done) for name, n in {**counts, "tokens": tokens}.items()}}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mindspeed_rl_plugin.episodes.agents import AgentEnvironments
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, AgentFormats, ChatFormat
-from mindspeed_rl_plugin.episodes.environments import AgentRequest, ChatMessage, Reply, TurnLimits, place
+from mindspeed_rl_plugin.episodes.environments import AgentRequest, ChatMessage, Reply, ToolCall, TurnLimits, place
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Path, Plan
 from mindspeed_rl_plugin.episodes.lead import EpisodeLimits, Lead
 from mindspeed_rl_plugin.gateway.agent_messages import AT_A_LIMIT, FORKED, INVALID, RefusedRequest
@@ -77,6 +77,8 @@ class AgentLead(Lead):
         if turn.id.call in state.turns and said.cut and (asked.most is None or len(turn.tokens) < asked.most):
             state.finish = "length"
         attempts = () if said.cut or not asked.format.tools else self._attempts(asked.format, turn.tokens)
+        calls = sum(isinstance(attempt, ToolCall) for attempt in attempts)
+        state.count({"calls": calls, "malformed": len(attempts) - calls})
         self.environments.act(state.request.id, replace(said, attempts=attempts))
 
     # inside

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from mindspeed_rl_plugin.environment import tell
 from mindspeed_rl_plugin.episodes.environments import AgentRequest, EpisodeError, Reply, ToolCall, Turn
 from mindspeed_rl_plugin.episodes.parsers import before_calls
 from mindspeed_rl_plugin.rows import SampleId
@@ -255,7 +256,7 @@ class AgentEnvironments:
     def _take(self, report: RolloutReport) -> None:
         if report.note is not None:
             if report.note not in self._noted:
-                print(f"[rl] {report.note}", flush=True)  # printed by the first rank of each engine
+                tell(report.note)  # on the first rank of each engine
             self._noted.add(report.note)
             return
         self.answered += 1

@@ -214,9 +214,11 @@ def make_format(tokenizer: PreTrainedTokenizerBase, observation: str, tools: Seq
         return RawFormat(tokenizer)
     where = f"--rl-observation chat: the chat template of tokenizer {tokenizer.name_or_path!r}"
     mend = "give a tokenizer whose template fits"
-    mend += ", or --rl-environment with `step` instead of tools" if tools else ", or --rl-observation raw"
+    mend += (
+        ", or --rl-environment with `step` instead of tools" if tools else ", or --rl-observation raw without agents"
+    )
     if not tokenizer.chat_template:
-        raise ValueError(f"{where} is missing; give a tokenizer with a chat template, or --rl-observation raw")
+        raise ValueError(f"{where} is missing; give a tokenizer with one, or --rl-observation raw without agents")
     try:
         return ChatFormat(tokenizer, tools)
     except TEMPLATE_ERRORS as error:

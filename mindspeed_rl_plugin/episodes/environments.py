@@ -183,8 +183,11 @@ def row_of(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in meta.items() if name != "text"}, "prompt": meta["text"]}
 
 
-def begin_once(environments: Environments, task: Mapping[str, Any], seed: int) -> str | None:
-    """Begin and end an episode as a trial. Returns why it failed, or None."""
+def begin_once(
+    environments: Environments, task: Mapping[str, Any], seed: int, see: Callable[[Sequence[Any]], Any] | None = None
+) -> str | None:
+    """Begin and end an episode as a trial. see: raises ValueError for tools of a request that the model cannot see.
+    Returns why it failed, or None."""
     if not environments.begins:
         return None
     sample = SampleId(0, 0, 0)
@@ -192,4 +195,9 @@ def begin_once(environments: Environments, task: Mapping[str, Any], seed: int) -
     while not (replies := environments.poll(1.0)):
         pass
     environments.end(sample)
+    if see is not None and replies[0].request is not None:
+        try:
+            see(replies[0].request.tools)
+        except ValueError as error:
+            return f"asks with tools that the model cannot see: {error}"
     return replies[0].failure

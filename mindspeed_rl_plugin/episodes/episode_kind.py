@@ -16,6 +16,7 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.response_kind import ONE_TURN, Checks, ResponseKind
 from mindspeed_rl_plugin.engine.rollout_engine import Engine, task_of
 from mindspeed_rl_plugin.environment import say
+from mindspeed_rl_plugin.episodes.chat import AgentFormats
 from mindspeed_rl_plugin.episodes.environments import CheckFields, Environments, begin_once, row_of, tool_names
 from mindspeed_rl_plugin.episodes.episode_rows import (
     DUMPED,
@@ -40,7 +41,8 @@ from mindspeed_rl_plugin.rows import Completion, Prompt, Rows, SampleId, longest
 
 class EpisodeKind(ResponseKind):
     """setup: settings, the same for all engines; tools, check_fields: of the environments, known on every rank;
-    environments: those of this rank, or None; apart: whether engines and their environments run in other processes."""
+    environments: those of this rank, or None; apart: whether engines and their environments run in other processes;
+    formats: for the tools of agents, with which their trial is checked."""
 
     reads, dumped = ("meta",), DUMPED
     limited = ("length", "prompt_length")
@@ -54,7 +56,9 @@ class EpisodeKind(ResponseKind):
         check_fields: CheckFields,
         environments: Environments | None = None,
         apart: bool = False,
+        formats: AgentFormats | None = None,
     ) -> None:
+        self._formats = formats
         self.setup, self.tools, self.check_fields = setup, tools, check_fields
         self.environments, self._apart = environments, apart
         self.tokenizer, self.stops = setup.tokenizer, setup.flags.requests
@@ -121,7 +125,7 @@ class EpisodeKind(ResponseKind):
 
     def _begin_one(self, meta: Mapping[str, Any], base: int, where: str) -> None:
         seed = task_of(base, SampleId(0, 0, 0), meta).seed
-        if why := begin_once(self.environments, row_of(meta), seed):
+        if why := begin_once(self.environments, row_of(meta), seed, self._formats):
             flags = self.setup.flags
             who = f"--rl-agent {flags.agent}" if flags.agent else f"--rl-environment {flags.environment}"
             text = f"{who} {why}\n  when it was tried on {where}"
@@ -158,7 +162,8 @@ def response_kind(config: RLConfig, tokenizer_path: str, tokenizer: Any, run: st
             f"--rl-observation raw: nothing tells the model of its tools ({', '.join(tool_names(tools))}); describe "
             "them in the prompts of the data, or give --rl-apply-chat-template"
         )
-    return EpisodeKind(setup, tools, check_fields, here, apart)
+    formats = setup.formats(tokenizer) if setup.flags.requests else None
+    return EpisodeKind(setup, tools, check_fields, here, apart, formats)
 
 
 def with_environments(

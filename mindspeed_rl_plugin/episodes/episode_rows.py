@@ -195,8 +195,8 @@ class EpisodeMeter:
         totals = dict(zip(EPISODE_COUNTS, rows["episode_counts"].sum(0).tolist(), strict=True))
         if rows["environment_failed"].all():
             raise EpisodeError(
-                f"the environment failed in all {count} episodes of this rollout; its first failure is printed in "
-                "the log of the rank where it happened; correct the environment"
+                f"the environment or agent failed in all {count} episodes of this rollout; the first failures are "
+                "printed in the log of the rank where they happened; correct it"
             )
         if self.failing:
             self._check_tools(rows["tool_calls"])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mindspeed_rl_plugin.environment import tell
 from mindspeed_rl_plugin.episodes.chat import TEMPLATE_ERRORS, RawFormat
 from mindspeed_rl_plugin.episodes.environments import (
     Attempt,
@@ -27,6 +28,9 @@ from mindspeed_rl_plugin.episodes.environments import (
 from mindspeed_rl_plugin.episodes.episode_state import EpisodeState, NextTurn, Path, Plan
 from mindspeed_rl_plugin.reward.items import opening
 from mindspeed_rl_plugin.rows import Completion, SampleId, TurnId
+
+MOST_WARNED = 16  # kinds of failures that are printed
+KIND = 24  # first characters of a text about a failure; failures that differ in them are of different kinds
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Lead:
         self._begun: list[NextTurn] = []  # turns that other ranks do not know yet
         self._due: list[TurnId] = []  # turns that can be submitted
         self._over: list[tuple[SampleId, str, tuple[int, ...]]] = []  # as in `Plan`
-        self._said: set[str] = set()  # tools ("": environments) whose first failure was printed
+        self._said: set[str] = set()  # kinds of failures: of which tool, or how the text about an environment begins
 
     def begin(self, state: EpisodeState) -> None:
         sample, task = state.request.id, state.request.task
@@ -179,7 +183,7 @@ class Lead:
                 f"the {who} of {place(sample)} {why}\n  (with --rl-environment-on-error zero or drop, the run "
                 "continues and counts such episodes)"
             )
-        self._warn("", f"an {who} failed, for the first time, in {place(sample)}: it {why}")
+        self._warn(why[:KIND], f"an {who} failed, for the first time, in {place(sample)}: it {why}")
         state.fail(why)
         self.environments.end(sample)
         self._end_failed(state)
@@ -192,9 +196,9 @@ class Lead:
             self._give(state, NextTurn(sample, 0, None, state.request.prompt_tokens))
 
     def _warn(self, of: str, text: str) -> None:
-        """Print the first failure of each tool, and of environments (of: "")."""
-        if of not in self._said:
-            print(f"[rl] warning: {text}", flush=True)  # printed by the first rank of each engine
+        """Print the first failure of each kind, at most MOST_WARNED, on the first rank of each engine."""
+        if of not in self._said and len(self._said) < MOST_WARNED:
+            tell(f"warning: {text}")
         self._said.add(of)
 
     def _open(self, state: EpisodeState, messages: Sequence[ChatMessage]) -> None:

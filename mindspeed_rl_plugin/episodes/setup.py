@@ -124,6 +124,10 @@ class EpisodeSetup:
         """The format that encodes messages. Raises ValueError for a tokenizer or a template that does not fit."""
         return make_format(tokenizer, self.observation, environments.tools)
 
+    def formats(self, tokenizer: PreTrainedTokenizerBase) -> AgentFormats:
+        """The formats for the tools of agents."""
+        return AgentFormats(tokenizer, functools.cache(lambda: make_parser(self.flags.tool_parser, tokenizer)))
+
     def over(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, environments: Environments | None, peers: Peers
     ) -> EpisodeEngine:
@@ -141,8 +145,7 @@ class EpisodeSetup:
         if engine.leader:
             form = self.format(tokenizer, environments)
             if flags.requests:
-                formats = AgentFormats(tokenizer, functools.cache(lambda: make_parser(flags.tool_parser, tokenizer)))
-                lead = AgentLead(limits, form, formats, environments, self.forks)
+                lead = AgentLead(limits, form, self.formats(tokenizer), environments, self.forks)
             else:
                 parse = make_parser(flags.tool_parser, tokenizer) if environments.tools else lambda text: ()
                 lead = Lead(limits, form, parse, environments)
@@ -157,7 +160,8 @@ def _forks(config: RLConfig, multiple: int) -> ForkLimits:
     if resolve(config.algorithm).needs_critic:
         refused = "--rl-advantage gae needs one conversation: continue it, or start the job with another estimator"
     elif not forward.packed_by:
-        refused = "a row of a micro-batch is one conversation: start the job with --rl-pack-sequences"
+        refused = "a row of a micro-batch is one conversation: start the job with --rl-pack-sequences "
+        refused += "and --rl-max-tokens-per-microbatch"
     most = forward.max_tokens_per_microbatch
     return ForkLimits(refused, most and most // multiple * multiple, forward.share_prompts)
 

@@ -86,7 +86,7 @@ class Agents:
             if not math.isfinite(reward := float(0.0 if reward is None else reward)):
                 raise AgentFailed(f"gave the reward {reward}, which is no finite number")
             if not conversation.heard:
-                raise AgentFailed("ended before it had a turn of the model")
+                raise AgentFailed("ended before it had a turn of the model; let it use the URL and key that it gets")
             whole = {"rewards": rewards} if rewards else {"reward": reward}
             conversation.tell(done=True, heard=conversation.heard, **whole)
         except asyncio.CancelledError:
@@ -195,7 +195,7 @@ async def serve(
         exchange(parent, agents, out, stop)
         await stop.wait()
         await agents.close()
-        serving.cancel()
+        await agents.gateway.shut(serving)
 
 
 def _function(file: str, name: str) -> Callable[..., Any]:

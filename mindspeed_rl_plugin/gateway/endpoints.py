@@ -35,6 +35,7 @@ READ_SECONDS = 60.0  # for the head of a request to arrive, and again for its bo
 MAX_CONNECTIONS = 4096  # or half of the files that the process may open
 CONNECTION_SECONDS = 60  # of a connection, before it is closed
 KEEPALIVE_SECONDS = 15.0  # between two signs of life in a stream whose turn is not sampled yet
+SHUT_SECONDS = 2.0
 CLIENT_LOOK_SECONDS = 0.5  # between two looks whether a client still waits
 
 
@@ -95,6 +96,12 @@ class Gateway:
 
     async def serve(self) -> None:
         await self._server.serve(sockets=[self._socket])
+
+    async def shut(self, serving: asyncio.Task) -> None:
+        """End `serve`, the task `serving`, when the requests have their answers, or after SHUT_SECONDS."""
+        self._server.should_exit = True
+        await asyncio.wait([serving], timeout=SHUT_SECONDS)
+        serving.cancel()
 
     def open(self, conversation: Conversation) -> None:
         self._conversations[conversation.name] = conversation
@@ -210,7 +217,7 @@ async def _refused(request: Request, refused: Exception) -> Response:
 
 async def _unknown(request: Request, _: Exception) -> Response:
     why = (
-        f"there is no {request.method} {request.url.path:.80}; this gateway has POST {', '.join(APIS)}; "
-        "the base URL of Anthropic's clients is that of OpenAI's without /v1"
+        f"there is no {request.method} {request.url.path:.80}; this gateway has POST {', '.join(APIS)}; the base URL "
+        "of OpenAI's clients ends with /v1, that of Anthropic's is the same without /v1"
     )
     return await _refused(request, RefusedRequest(why, 404, "not_found"))

@@ -1,9 +1,10 @@
 """`--rl-agent external`: programs that the job did not start take episodes by HTTP, and end them with a reward.
 
 A file of mode 600 in the run's folder, agents-HOST-PORT.json, has the gateway's `url` and the job's `secret`, which is
-sent as Authorization: Bearer. `POST /episodes` answers {"id", "row", "base_url", "api_key"}, or 204 if there is none
-for TAKE_SECONDS. `POST /episodes/ID/end` takes {"reward": number}, {"rewards": {id of a response: number}} or
-{"failure": text}; an empty object where no reward is graded. The key of an episode opens none of the two.
+sent as Authorization: Bearer. `POST /episodes` answers {"id", "row", "base_url", "api_key"}, 204 if there is none for
+TAKE_SECONDS, or 410 if the job has ended. `POST /episodes/ID/end` takes {"reward": number}, {"rewards": {id of a
+response: number}} or {"failure": text}; an empty object where no reward is graded. The key of an episode opens none of
+the two.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class ExternalAgents(agent_process.Agents):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._offers, self._taken = deque[OfferedEpisode](), dict[str, OfferedEpisode]()
+        self._ended = False  # whether the job has
         self._secret = secrets.token_urlsafe(32)
         self.gateway.add(
             Route("/episodes", self._take, methods=["POST"]), Route("/episodes/{name}/end", self._end, methods=["POST"])
@@ -61,6 +63,7 @@ class ExternalAgents(agent_process.Agents):
         self._note(f"agents take episodes at {self.gateway.url}/episodes; URL and secret are in {self._file}")
 
     async def close(self) -> None:
+        self._ended = True
         self._file.unlink(missing_ok=True)
         await super().close()
 
@@ -78,6 +81,8 @@ class ExternalAgents(agent_process.Agents):
         self._admit(request)
         end = time.monotonic() + TAKE_SECONDS
         while (gone := await request.is_disconnected()) or not self._offers:
+            if self._ended:
+                raise RefusedRequest("the job has ended", 410, "not_found")
             if gone or time.monotonic() >= end:
                 return Response(status_code=204)
             await asyncio.sleep(OFFER_LOOK_SECONDS)
@@ -96,6 +101,8 @@ class ExternalAgents(agent_process.Agents):
         known = ("reward", "rewards", "failure")
         if not isinstance(body, dict) or len(body) > 1 or set(body) - set(known):
             raise RefusedRequest(f"the body must be a JSON object with one of {', '.join(known)}")
+        if not body and self._setup.rewarded and not offer.conversation.limited:
+            raise RefusedRequest("give `reward`: --rl-reward has the grader environment, which grades by it")
         if "failure" in body:
             offer.over.set_exception(AgentFailed(f"failed: {body['failure']!s:.2000}"))
         elif "rewards" in body:

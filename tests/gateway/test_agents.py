@@ -29,7 +29,7 @@ from mindspeed_rl_plugin.dock.peers import Peers
 from mindspeed_rl_plugin.engine.rollout_engine import generate, response_request
 from mindspeed_rl_plugin.episodes import setup as episode_setup
 from mindspeed_rl_plugin.episodes.chat import ChatFormat
-from mindspeed_rl_plugin.episodes.environments import EpisodeError
+from mindspeed_rl_plugin.episodes.environments import EpisodeError, begin_once
 from mindspeed_rl_plugin.episodes.setup import EpisodeSetup
 from mindspeed_rl_plugin.gateway.agent_messages import JobSampling, RefusedRequest, TurnRequest
 from mindspeed_rl_plugin.gateway.chat_api import read
@@ -102,6 +102,16 @@ def test_an_agents_row_is_that_of_our_own_episode(own, agent, name):
         assert getattr(made, field) == getattr(row, field), field
     assert made.mask.equal(row.mask) and len(made.turns) == 3 and 0 < made.mask.sum() < len(made.tokens)
     assert [m["content"] for m in told(made).conversation] == [m["content"] for m in told(row).conversation]
+    assert told(made).counts["calls"] == told(row).counts["calls"] == 3
+
+
+def test_tools_that_the_model_cannot_see_are_refused_before_training():
+    made, tools = setup(f"{AGENTS}:plays"), [{"type": "function", "function": {"name": "a", "parameters": {}}}]
+    see = made.formats(make_tokenizer("llama3", template("llama3")))
+    with contextlib.closing(made.environments()) as environments:
+        task = {**FIELDS, "record": {"tools": tools}, "prompt": "What?", "answer": "", "messages": []}
+        why = begin_once(environments, task, 0, see)
+    assert why.startswith("asks with tools that the model cannot see: --rl-tool-parser auto: the chat template")
 
 
 def test_a_function_that_is_no_coroutine_and_its_limits(monkeypatch):
@@ -351,8 +361,7 @@ def test_the_worker_of_the_page_runs_as_it_stands_there(tmp_path):
         return subprocess.Popen([sys.executable, tmp_path / "worker.py", file], stderr=subprocess.DEVNULL)
 
     (made,), worker = external(tmp_path, play, [sampled("qwen2_5", "42", 2)])
-    worker.kill()
-    assert told(made).rewards == [1.0]
+    assert told(made).rewards == [1.0] and worker.wait(30) == 0, "it hears that the job has ended"
 
 
 def external(tmp_path, play, turns, count=1, **more):
@@ -393,7 +402,7 @@ def test_programs_that_the_job_did_not_start_take_episodes_and_end_them(tmp_path
         said += [client.post(f"{url}/episodes/99/end").status_code]
         first, second = asked(one), asked(one, "Again?")
         other = asked(two).id  # the same turn of the same conversation, of another episode
-        for body in ({"reward": "much"}, {"reward": True}, {"rewards": {other: 1}}, {"other": 1}, []):
+        for body in ({"reward": "much"}, {"reward": True}, {"rewards": {other: 1}}, {"other": 1}, [], {}):
             said += [client.post(end, json=body).status_code]
         ended = client.post(end, json={"rewards": {first.id: 0.25, second.id: 0.5}})
         said += [ended.status_code, ended.json()["heard"], client.post(end, json={"reward": 1}).status_code]
@@ -401,7 +410,7 @@ def test_programs_that_the_job_did_not_start_take_episodes_and_end_them(tmp_path
         return said, one["row"]
 
     rows, (said, row) = external(tmp_path, play, LAST * 3, count=2)
-    assert said == [401, 401, 401, 404, *[400] * 5, 200, 2, 404, 200] and row["name"] == "row"
+    assert said == [401, 401, 401, 404, *[400] * 6, 200, 2, 404, 200] and row["name"] == "row"
     assert sorted(told(made).rewards for made in rows) == [[0.25, 0.5], [2.0]]
 
 

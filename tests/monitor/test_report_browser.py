@@ -206,7 +206,7 @@ def test_an_episode_is_drawn_turn_by_turn_as_text(episode_dump, run_builder, tmp
     messages = page.all("div", class_="message")
     tokens = json.loads(page.all("script", id="data")[0][1])["samples"]["rows"][0][4][4][2]
     assert [text.split("\u2028")[0] for _, text in messages[:6]] == [
-        "reset · not trained · 0.25 s",
+        "start · not trained · 0.25 s",
         "assistant · 8 tokens, trained · reward 0<call>",
         "add · not trained · 0.125 s</script><script>document.title='taken'</script><!-- <b>bold</b> & ",
         "user · not trainedgo on",

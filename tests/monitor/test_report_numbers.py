@@ -110,7 +110,7 @@ def test_an_episode_is_shown_turn_by_turn(episode_dump):
     assert got["prompts"] == ["system: Use the tool.\n\nuser: What is 0+0? Begin.", "What is 0+0? Begin."]
     (reset, first, tool, more, last, end), (alone,) = (row[4] for row in got["rows"])
     rest = got["rows"][0][9] - 12
-    assert reset == ["reset", "", None, None, None, 0.25, 0]
+    assert reset == ["start", "", None, None, None, 0.25, 0]
     assert first == ["assistant", "<call>", 8, 8, 0.0, None, 0], "the reward is the trained one"
     assert (tool[0], tool[2:]) == ("add", [None, None, None, 0.125, 0]) and "<b>" in tool[1]
     assert more == ["user", "go on", None, None, None, None, 0]
@@ -138,12 +138,12 @@ def test_an_episode_that_forks_is_shown_as_a_tree():
         ("assistant", "a", 2, 0.0, 0),
         ("user", "b", None, None, 0),
         ("assistant", "c", 2, 1.0, 0),
-        ("branch", "path 1 goes on behind 2 messages of path 0", None, None, 1),
+        ("branch", "path 1: as path 0 for 2 messages, then", None, None, 1),
         ("user", "d", None, None, 1),
         ("assistant", "e", 2, 2.0, 1),
-        ("branch", "path 2 goes on behind 3 messages of path 1", None, None, 2),
+        ("branch", "path 2: as path 1 for 3 messages, then", None, None, 2),
         ("assistant", "e", 2, 3.0, 2),
-        ("branch", "path 3 begins anew", None, None, 0),
+        ("branch", "path 3: begins anew", None, None, 0),
         ("system", "s", None, None, 0),
         ("user", "q", None, None, 0),
         ("assistant", "f", 1, 4.0, 0),

@@ -124,12 +124,12 @@ def _turns(
 
     Each entry is [role or tool, text, sampled tokens, trained tokens, reward, seconds of the environment, branches
     above it]. The seconds of a reply are in the entry of its first message or, if the reply has no message, in the
-    entry before; those of `reset` are in an entry "reset". The rewards are those that are trained: 0 if the environment
-    failed. An entry "branch" begins each further path of an agent's episode; the messages that an earlier path has,
-    too, are shown there only.
+    entry before; those before the first turn are in an entry "start". The rewards are those that are trained: 0 if the
+    environment failed. An entry "branch" begins each further path of an agent's episode; the messages that an earlier
+    path has, too, are shown there only.
     """
     rewards, room = iter(record["turn_reward"]), text_limit
-    shown = [["reset", "", None, None, None, m["seconds"], 0] for m in asked[-1:] if "seconds" in m]
+    shown = [["start", "", None, None, None, m["seconds"], 0] for m in asked[-1:] if "seconds" in m]
     for depth, message in _tree([*asked, *messages])[len(asked) :]:
         if room <= 0:
             return [*shown, ["", f"[cut here, {len(messages)} messages in all]", *[None] * 4, depth]]
@@ -152,8 +152,8 @@ def _tree(messages: Sequence[Mapping[str, Any]]) -> list[tuple[int, Mapping[str,
         place, depth = common.index(most) if most else 0, 0
         if paths:
             depth = depths[place] + 1 if most else 0
-            where = f"goes on behind {most} messages of path {place}" if most else "begins anew"
-            shown.append((depth, {"role": "branch", "content": f"path {len(paths)} {where}"}))
+            where = f"as path {place} for {most} message{'s' * (most > 1)}, then" if most else "begins anew"
+            shown.append((depth, {"role": "branch", "content": f"path {len(paths)}: {where}"}))
         paths.append(said)
         depths.append(depth)
         shown += [(depth, message) for message in said[most:]]
