@@ -128,6 +128,8 @@ def waits(row, base_url, api_key):
     client = of(base_url, api_key, openai.OpenAI)
     messages = [{"role": "user", "content": row["prompt"]}]
     turn = client.chat.completions.create(model="any", messages=messages, max_tokens=7, stop="!").choices[0]
+    if row.get("does") == "exits":
+        sys.exit("no key")
     return float(len(turn.message.content))
 
 
@@ -233,7 +235,7 @@ async def hears_nothing(row, base_url, api_key):
     try:
         await hasty.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
     except openai.APITimeoutError:
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
     return 1.0
 
 
@@ -271,11 +273,6 @@ async def hangs(row, base_url, api_key):
 
 
 async def leaves(row, *_):
-    sys.exit("no key")
-
-
-def quits(row, base_url, api_key):
-    waits(row, base_url, api_key)
     sys.exit("no key")
 
 

@@ -73,13 +73,15 @@ def run(made, turns, count=1, **record):
 
 @pytest.fixture(scope="module")
 def agent():
-    """Runs an episode of an agent of the file, all in one process."""
+    """Runs episodes of an agent of the file, all in one process. Returns the first row."""
     made = dataclasses.replace(setup(f"{AGENTS}:agent"), rewarded=True)
     with contextlib.closing(made.environments()) as environments:
 
-        def run(name, turns=LAST, engine=Scripted, **record):
-            return played(made, environments, turns, {"agent": name, **record}, engine=engine)[0]
+        def run(name, turns=LAST, engine=Scripted, count=1, **record):
+            run.rows = played(made, environments, turns, {"agent": name, **record}, count, engine)
+            return run.rows[0]
 
+        run.environments = environments
         yield run
 
 
@@ -105,19 +107,22 @@ def test_an_agents_row_is_that_of_our_own_episode(own, agent, name):
     assert told(made).counts["calls"] == told(row).counts["calls"] == 3
 
 
-def test_tools_that_the_model_cannot_see_are_refused_before_training():
-    made, tools = setup(f"{AGENTS}:plays"), [{"type": "function", "function": {"name": "a", "parameters": {}}}]
-    see = made.formats(make_tokenizer("llama3", template("llama3")))
-    with contextlib.closing(made.environments()) as environments:
-        task = {**FIELDS, "record": {"tools": tools}, "prompt": "What?", "answer": "", "messages": []}
-        why = begin_once(environments, task, 0, see)
+def test_tools_that_the_model_cannot_see_are_refused_before_training(agent):
+    record = {"agent": "plays", "tools": [{"type": "function", "function": {"name": "a", "parameters": {}}}]}
+    see = setup("a").formats(make_tokenizer("llama3", template("llama3")))
+    task = {**FIELDS, "record": record, "prompt": "What?", "answer": "", "messages": []}
+    why = begin_once(agent.environments, task, 0, see)
     assert why.startswith("asks with tools that the model cannot see: --rl-tool-parser auto: the chat template")
 
 
-def test_a_function_that_is_no_coroutine_and_its_limits(monkeypatch):
+def test_a_function_that_is_no_coroutine_its_limits_and_its_end(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # which is not asked for the gateway
-    one, two = run(setup(f"{AGENTS}:waits"), [sampled("qwen2_5", "Hello! you", 3)] * 2, count=2)
-    assert told(one).rewards == told(two).rewards == [5.0], "the text behind the stop is not the agent's"
+    made, turn = setup(f"{AGENTS}:waits"), sampled("qwen2_5", "Hello! you", 3)
+    with contextlib.closing(made.environments()) as environments:
+        one, two = played(made, environments, [turn] * 2, {}, 2)
+        assert told(one).rewards == told(two).rewards == [5.0], "the text behind the stop is not the agent's"
+        with pytest.raises(EpisodeError, match="raised SystemExit: no key"):
+            played(made, environments, [turn], {"does": "exits"})
 
 
 def test_a_history_that_differs_is_a_path_of_its_own(agent, tmp_path):
@@ -191,8 +196,7 @@ class Slow(Scripted):
         return super().step_along(steps)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stays", [0.1, 3])
+@pytest.mark.parametrize(("stays", "stream"), [(0.1, False), (1.5, False), (1.5, True)])
 def test_an_answer_that_reached_nobody_is_not_trained(agent, stays, stream):
     turn = sampled("qwen2_5", "Hello", 2)
     row = agent("goes_away", [turn, turn], engine=Slow, stays=stays, stream=stream)
@@ -256,14 +260,15 @@ def test_an_agent_that_only_counts_comes_to_an_end():
     asyncio.run(count())
 
 
-def test_an_agent_that_forks_a_thousand_times_has_the_turns_that_it_may_have():
-    (made,) = run(setup(f"{AGENTS}:agent", environment_timeout=300.0), LAST * 9, agent="forks_often")
+def test_an_agent_that_forks_a_thousand_times_has_the_turns_that_it_may_have(agent):
+    made = agent("forks_often", LAST * 9)
     assert len(made.turns) == 9 and sum(made.mask) == 9 * len(LAST[0]) and made.finish == "turns"
     assert sum(told(made).rewards) == told(made).counts["roots"] == 9
 
 
-def test_an_agent_that_lies_about_its_key_gets_no_turn_of_another():
-    one, two = run(setup(f"{AGENTS}:agent"), LAST * 2, count=2, agent="lies")
+def test_an_agent_that_lies_about_its_key_gets_no_turn_of_another(agent):
+    agent("lies", LAST * 2, count=2)
+    one, two = agent.rows
     assert one.tokens == two.tokens == tuple(LAST[0]) and told(one).rewards == told(two).rewards == [1.0]
 
 
@@ -322,13 +327,8 @@ def test_agents_that_fail_say_why(agent, name):
         agent(name, tools=[])
 
 
-def test_a_function_that_ends_the_program_has_failed():
-    with pytest.raises(EpisodeError, match="raised SystemExit: no key"):
-        run(setup(f"{AGENTS}:quits"), LAST)
-
-
 def test_an_agent_that_hangs_is_ended_and_graded():
-    (made,) = run(setup(f"{AGENTS}:hangs", environment_timeout=8.0), LAST)
+    (made,) = run(setup(f"{AGENTS}:hangs", environment_timeout=6.0), LAST)
     assert made.finish == "time" and len(made.turns) == 1 and told(made).rewards == [0.0]
 
 
@@ -336,14 +336,16 @@ def test_a_command_gets_a_row_and_a_place_of_its_own_and_leaves_nothing(tmp_path
     monkeypatch.setenv("SECRET", "x")
     monkeypatch.setenv("LC_ALL", mark := f"C.{uuid.uuid4().hex}")
     out = tmp_path / "said"
-    (made,) = run(setup(COMMAND), LAST, out=str(out))
-    said = json.loads(out.read_text())
-    assert said["said"] == SAID and told(made).rewards == [0.75] and made.finish == "stop"
-    assert not os.path.exists(said["in"]) and "SECRET" not in said["env"] and "OPENAI_API_KEY" in said["env"]
-    with pytest.raises(EpisodeError, match="exited with code 3; the end of its output:\nin "):
-        run(setup(COMMAND), LAST, out=str(out), does="fails")
-    with pytest.raises(EpisodeError, match="was in an agents' process whose code ended its process"):
-        run(setup(COMMAND), LAST, out=str(out), does="kills")
+    made = setup(COMMAND)
+    with contextlib.closing(made.environments()) as environments:
+        (row,) = played(made, environments, LAST, {"out": str(out)})
+        said = json.loads(out.read_text())
+        assert said["said"] == SAID and told(row).rewards == [0.75] and row.finish == "stop"
+        assert not os.path.exists(said["in"]) and "SECRET" not in said["env"] and "OPENAI_API_KEY" in said["env"]
+        with pytest.raises(EpisodeError, match="exited with code 3; the end of its output:\nin "):
+            played(made, environments, LAST, {"out": str(out), "does": "fails"})
+        with pytest.raises(EpisodeError, match="was in an agents' process whose code ended its process"):
+            played(made, environments, LAST, {"out": str(out), "does": "kills"})
     until(lambda: not alive(mark) and not os.path.exists(json.loads(out.read_text())["in"]))
 
 
